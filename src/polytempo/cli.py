@@ -1,0 +1,370 @@
+"""The command `polytempo`. It only talks to people: all the work is done in the layers below."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from polytempo.core.errors import PolytempoError
+from polytempo.data import available
+from polytempo.experiments.compare import compare as run_comparison
+from polytempo.experiments.compare import slug
+from polytempo.experiments.config import RunConfig, make_config, read_config
+from polytempo.experiments.result import RunResult, percent
+from polytempo.experiments.run import Attach, load_federation, resume, run
+from polytempo.report import plot_labels
+from polytempo.simulation import Simulator
+from polytempo.simulation.simulator import Observer
+from polytempo.strategies import STRATEGIES
+
+app = typer.Typer(
+    help="Asynchronous, personalised federated learning: simulate it, compare it, trust it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+output = Console()
+notes = Console(stderr=True)
+
+
+def main() -> None:
+    """Entry point: a mistake of the user's is one line, not a traceback."""
+    try:
+        app()
+    except PolytempoError as error:
+        notes.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+
+
+# -- settings as options: declared in RunConfig alone ---------------------------------------------
+
+
+def with_settings(*hidden: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each setting of a run, passed on as the mapping `settings`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        mine = [p for name, p in own.items() if name != "settings"]
+        names = [name for name in RunConfig.model_fields if name not in hidden]
+        options = [_option(name) for name in names]
+
+        def wrapper(**given: Any) -> None:
+            settings = {name: given.pop(name) for name in names}
+            command(settings={k: v for k, v in settings.items() if v is not None}, **given)
+
+        signature = inspect.Signature([*mine, *options])
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        wrapper.__doc__ = command.__doc__
+        wrapper.__name__ = command.__name__
+        return wrapper
+
+    return decorate
+
+
+def _option(name: str) -> inspect.Parameter:
+    field = RunConfig.model_fields[name]
+    kind = _plain(field.annotation)
+    flag = "--" + name.replace("_", "-")
+    default = "" if field.default is None or field.default is False else f" [{field.default}]"
+    option = typer.Option(flag, help=f"{field.description}{default}", show_default=False)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def _plain(annotation: Any) -> type:
+    """The type that the command line reads: bool, int, float, else text."""
+    found = list(typing.get_args(annotation)) or [annotation]
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        found = [typing.get_args(a)[0] if typing.get_origin(a) is Annotated else a for a in found]
+    for kind in (bool, int, float):
+        if kind in found:
+            return kind
+    return str
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines, nothing else.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file with settings; options win.")
+]
+
+
+@app.command("run")
+@with_settings()
+def run_command(
+    *,
+    config: Config = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write [runs/STRATEGY-DATA-SEED].")
+    ] = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", help="Go on with the run of this folder (--rounds may be raised)."
+        ),
+    ] = None,
+    as_json: Json = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run one strategy on a federation, on a simulated clock.
+
+    Example: polytempo run --strategy pace:gamma=2 --data digits --clients 20 --rounds 400
+
+    Ctrl-C stops between two events and leaves a folder that --resume continues.
+    """
+    with _progress(as_json) as progress:
+        if resume_from is not None:
+            rounds = settings.pop("rounds", None)
+            if settings or config or out:
+                name = "config" if config else "out" if out else next(iter(settings))
+                raise PolytempoError(
+                    f"--resume takes its settings from {resume_from}; only --rounds can be "
+                    f"changed, not --{name.replace('_', '-')}"
+                )
+            folder = resume_from
+            observer = _watch(progress, folder.name)
+            result = resume(folder, rounds=rounds, observer=observer)
+        else:
+            chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
+            folder = out or _free_folder(chosen)
+            observer = _watch(progress, chosen.strategy_name)
+            result = run(chosen, folder, observer=observer)
+    if as_json:
+        output.print_json(data=result.summary)
+    else:
+        _show(result, folder)
+    if not result.summary["complete"]:
+        _stopped(f"polytempo run --resume {folder}")
+
+
+@app.command("compare")
+@with_settings("strategy", "seed")
+def compare_command(
+    strategies: Annotated[
+        list[str], typer.Argument(help="Strategies, with options: fedavg pace pace:gamma=2")
+    ],
+    *,
+    config: Config = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder to write; what is in it is not run again.")
+    ] = Path("runs/compare"),
+    seeds: Annotated[int, typer.Option(help="How many seeds, from --first-seed on.")] = 1,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Accuracy for the column 'time to': a number such as 0.8, or one of the "
+            "strategies, meaning its best [fedavg, or the first]."
+        ),
+    ] = None,
+    as_json: Json = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run several strategies on the same federation, devices and seeds.
+
+    Example: polytempo compare pace fedavg fedasync standalone --seeds 3 --out runs/mine
+
+    Calling it again goes on where it was interrupted.
+    """
+    if seeds < 1:
+        raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
+    base = {**(read_config(config) if config else {}), **settings}
+    with _progress(as_json) as progress:
+        comparison = run_comparison(
+            strategies,
+            base,
+            out,
+            seeds=range(first_seed, first_seed + seeds),
+            target=target,
+            watch=lambda label, seed: _watch(progress, f"{label} seed {seed}"),
+        )
+    if as_json:
+        output.print_json(data=comparison.summaries())
+    elif comparison.complete:
+        _print_table(comparison.table())
+        output.print(f"plots and report: [bold]{escape(str(out))}/report.html[/]")
+    if not comparison.complete:
+        _stopped("the same command again")
+
+
+@app.command("strategies")
+def strategies_command(as_json: Json = False) -> None:
+    """List the strategies with their papers and options."""
+    found = []
+    for name in STRATEGIES:
+        cls = cast(Any, STRATEGIES[name])
+        defaults = {f.name: f.default for f in fields(cls) if f.init and f.default is not MISSING}
+        about = inspect.getdoc(cls) or ""
+        found.append(
+            {
+                "name": name,
+                "family": cls.family,
+                "paper": cls.paper,
+                "summary": about.partition("\n")[0],
+                "parameters": defaults,
+                "description": about,
+            }
+        )
+    if as_json:
+        output.print_json(data=found)
+        return
+    table = Table(title="Strategies: use as NAME or NAME:option=value,option=value", expand=True)
+    for column in ("name", "family", "what it is", "options and defaults"):
+        table.add_column(column, style="bold" if column == "name" else None)
+    for row in found:
+        options = ", ".join(f"{k}={v}" for k, v in row["parameters"].items())
+        table.add_row(row["name"], row["family"], row["summary"], options or "-")
+    output.print(table)
+
+
+@app.command("data")
+@with_settings("strategy", "model", "rounds")
+def data_command(
+    *,
+    config: Config = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="PNG to draw the label distribution in.")
+    ] = None,
+    as_json: Json = False,
+    settings: dict[str, Any],
+) -> None:
+    """List the data sets, or show how one is spread over clients.
+
+    Example: polytempo data --data digits --clients 20 --partition dirichlet:alpha=0.1 -o labels.png
+    """
+    base = {**(read_config(config) if config else {}), **settings}
+    if "data" not in base and out is None:
+        _list_data(base.get("data_dir"), as_json)
+        return
+    federation = load_federation(make_config(base, "data"))
+    counts = federation.label_counts()
+    figures = {
+        "federation": federation.description,
+        "clients": federation.clients,
+        "classes": federation.classes,
+        "shape": list(federation.shape),
+        "training_samples": sum(federation.samples),
+        "smallest_client": min(federation.samples),
+        "largest_client": max(federation.samples),
+        "labels_per_client": float((counts > 0).sum(1).mean()),
+        "groups": None if federation.groups is None else len(set(federation.groups.tolist())),
+    }
+    if out is not None:
+        figures["plot"] = str(plot_labels(counts, out, federation.groups, federation.description))
+    if as_json:
+        output.print_json(data=figures)
+    else:
+        for key, value in figures.items():
+            output.print(f"{key.replace('_', ' '):>18}  {value}", highlight=False)
+        if out is None:
+            output.print("[dim]add --out labels.png for a picture of the labels per client[/]")
+
+
+# -- showing --------------------------------------------------------------------------------------
+
+
+def _list_data(data_dir: str | None, as_json: bool) -> None:
+    found = available(data_dir)
+    if as_json:
+        output.print_json(data=[vars(info) for info in found])
+        return
+    table = Table(title="Data sets")
+    for column in ("name", "here", "samples", "classes", "what", "where"):
+        table.add_column(column, style="bold" if column == "name" else None)
+    for info in found:
+        here = "[green]yes[/]" if info.available else "[red]no[/]"
+        samples = "-" if info.samples is None else f"{info.samples:,}"
+        classes = "-" if info.classes is None else str(info.classes)
+        table.add_row(info.name, here, samples, classes, info.description, escape(info.where))
+    output.print(table)
+    output.print("Also: the path of an .npz or of a folder with one .npz a client, hub:owner/name.")
+
+
+def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    table = Table()
+    for index, column in enumerate(rows[0]):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(escape(value) for value in row.values()))
+    output.print(table)
+
+
+def _show(result: RunResult, folder: Path) -> None:
+    summary = result.summary
+    sent = summary["messages"]
+    wall = summary["wall_seconds"]
+    rows = {
+        "federation": summary["federation"],
+        "accuracy, as handed": f"{percent(summary['accuracy'])} (best "
+        f"{percent(summary['accuracy_best'])}, worst tenth {percent(summary['accuracy_worst10'])})",
+        "accuracy, adapted": percent(summary["accuracy_adapted"]),
+        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} updates",
+        "staleness": f"{summary['staleness_mean']:.1f} updates on average",
+        "messages": f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
+        f"{sent['multicast']} multicast",
+        "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
+        f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}",
+        "fingerprint": summary["fingerprint"],
+        "folder": str(folder),
+    }
+    for key, value in rows.items():
+        output.print(f"{key:>20}  [bold]{escape(value)}[/]", highlight=False)
+
+
+def _stopped(how: str) -> None:
+    notes.print(f"[yellow]interrupted[/]; to go on: [bold]{escape(how)}[/]")
+    raise typer.Exit(130)
+
+
+def _free_folder(config: RunConfig) -> Path:
+    stem = f"runs/{slug(config.strategy_name)}-{slug(Path(config.data).name)}-seed{config.seed}"
+    folder, number = Path(stem), 2
+    while folder.exists():
+        folder, number = Path(f"{stem}-{number}"), number + 1
+    return folder
+
+
+def _progress(quiet: bool) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+        console=notes,
+        disable=quiet,
+    )
+
+
+def _watch(progress: Progress, label: str) -> Attach:
+    """A progress bar with rounds, simulated time and the latest accuracy."""
+
+    def attach(simulator: Simulator, rounds: int) -> Observer:
+        bar = progress.add_task(label, total=rounds, state="")
+
+        def observe(event: dict[str, Any]) -> None:
+            accuracy = simulator.history[-1]["accuracy"] if simulator.history else 0.0
+            state = f"t={event['time']:,.1f}s  accuracy {percent(accuracy)}"
+            progress.update(bar, completed=event["round"], state=state)
+
+        return observe
+
+    return attach

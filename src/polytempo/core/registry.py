@@ -1,0 +1,139 @@
+"""Things that a user names: strategies, partitioners, device models, networks, models.
+
+One notation serves them all, on the command line, in TOML files and in Python:
+
+    pace                              the name alone, all defaults
+    pace:gamma=2,reply=fresh          with options ("none" for no value)
+    {"name": "pace", "gamma": 2}      the same as a table
+    mypackage.mymodule:MyStrategy     a class of the user's own (options may follow after a colon)
+
+Options are the fields of a pydantic dataclass, so they are typed and checked wherever the object
+is made; a mistake becomes a one-line error that names the nearest option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, cast
+
+import pydantic
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing_extensions import dataclass_transform
+
+from polytempo.core.errors import PolytempoError, nearest
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+@dataclass_transform(kw_only_default=False, field_specifiers=(dataclasses.field, pydantic.Field))
+def options(cls: C) -> C:
+    """Make `cls` a dataclass whose fields are checked, and which refuses unknown options."""
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    return cast(C, pydantic_dataclass(config=config)(cls))
+
+
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
+    """Split `name:key=value,...` into the name and its options."""
+    name, colon, rest = spec.strip().partition(":")
+    if colon and "=" not in rest.split(":", 1)[0]:  # module:Class, options may follow
+        attribute, _, rest = rest.partition(":")
+        name = f"{name}:{attribute}"
+    found: dict[str, Any] = {}
+    for part in re.split(r",(?![^\[]*\])", rest) if rest else []:
+        key, equals, text = part.partition("=")
+        if not equals or not key.strip():
+            raise PolytempoError(
+                f"{spec!r}: cannot read {part!r}; write options as name:key=value,key=value"
+            )
+        try:
+            found[key.strip().replace("-", "_")] = json.loads(text)
+        except json.JSONDecodeError:
+            found[key.strip().replace("-", "_")] = text.strip()
+    return name, found
+
+
+def explain(error: pydantic.ValidationError, known: Iterator[str] | list[str]) -> str:
+    """The first complaint of a pydantic error, in one line that says what to do."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"unknown option {where!r}{nearest(where, known)}"
+    return f"{where}: {first['msg']}, got {first['input']!r}" if where else first["msg"]
+
+
+class Registry(Generic[T]):
+    """The named implementations of one kind of thing."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._known: dict[str, Callable[..., T]] = {}
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Class decorator: make the class an options dataclass, known by `name`."""
+
+        def add(cls: C) -> C:
+            made = options(cls)
+            made.name = name  # type: ignore[attr-defined]
+            self._known[name] = made
+            return made
+
+        return add
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._known))
+
+    def __getitem__(self, name: str) -> Callable[..., T]:
+        if name in self._known:
+            return self._known[name]
+        if ":" in name:
+            return cast(Callable[..., T], self._import(name))
+        raise PolytempoError(f"no {self.kind} is called {name!r}{nearest(name, self._known)}")
+
+    def _import(self, name: str) -> Any:
+        module, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise PolytempoError(
+                f"{self.kind} {name!r} cannot be imported: {error}; is its folder on PYTHONPATH?"
+            ) from error
+
+    def create(self, spec: str | Mapping[str, Any] | T) -> T:
+        """The object that `spec` describes (an object is returned as it is)."""
+        if isinstance(spec, str):
+            name, given = parse(spec)
+        elif isinstance(spec, Mapping):
+            given = dict(spec)
+            if "name" not in given:
+                raise PolytempoError(f"a {self.kind} table needs the key 'name': {dict(spec)!r}")
+            name = str(given.pop("name"))
+        else:
+            return spec
+        maker = self[name]
+        given = {key: None if value == "none" else value for key, value in given.items()}
+        try:
+            return maker(**given)
+        except pydantic.ValidationError as error:
+            known = [f.name for f in dataclasses.fields(cast(Any, maker)) if f.init]
+            raise PolytempoError(f"{self.kind} {name}: {explain(error, known)}") from error
+        except TypeError as error:  # a class of the user's own that is no options dataclass
+            raise PolytempoError(f"{self.kind} {name}: {error}") from error
+
+    def describe(self, thing: T) -> dict[str, Any]:
+        """The table from which `create` makes an equal object."""
+        cls = type(thing)
+        name = cls.__dict__.get("name", f"{cls.__module__}:{cls.__qualname__}")
+        found: dict[str, Any] = {"name": name}
+        if dataclasses.is_dataclass(thing):
+            for field in dataclasses.fields(thing):
+                value = getattr(thing, field.name)
+                if isinstance(value, tuple):
+                    value = list(value)
+                if field.init and not (value is None and field.default is None):
+                    found[field.name] = "none" if value is None else value  # TOML has no null
+        return found

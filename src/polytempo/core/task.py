@@ -1,0 +1,117 @@
+"""What a client is asked to do: how long it trains, with which solver, on which objective.
+
+A task is plain data (it travels to the client and into checkpoints); `polytempo.local` carries it
+out. The objectives add a pull towards the received model, the *anchor*, to the local loss. They do
+so by adding their gradient, in closed form, to the flat gradient vector of the loss: no autograd
+graph over the parameters is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from polytempo.core.registry import options
+
+Measure = Literal["cosine", "inner", "l1", "l2"]
+
+
+@options
+class Plain:
+    """The local loss alone."""
+
+    kind: Literal["plain"] = "plain"
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        """Nothing to add."""
+
+
+@options
+class Proximal:
+    """`(mu/2) ||theta - anchor||^2` (FedProx). `power=1` is the unsquared `mu ||theta - anchor||`
+    of some public implementations, for replication only."""
+
+    mu: Annotated[float, Field(ge=0)]
+    power: Literal[1, 2] = 2
+    kind: Literal["proximal"] = "proximal"
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        if self.power == 2:
+            grad.add_(theta, alpha=self.mu).sub_(anchor, alpha=self.mu)
+        else:
+            away = theta - anchor
+            grad.add_(away, alpha=self.mu / max(float(away.norm()), 1e-12))
+
+
+@options
+class Pull:
+    """`strength * s(theta, anchor)`, with `s` a dissimilarity (PACE Eq. 4): a pull towards the
+    received model. A negative strength pushes away, as pFedGraph's public code does.
+
+    `s` is scale free: `-cos`, `-<theta, anchor> / ||anchor||^2`, `||theta - anchor||_1 /
+    ||anchor||_1` or `||theta - anchor||_2 / ||anchor||_2`.
+    """
+
+    strength: float
+    measure: Measure = "cosine"
+    kind: Literal["pull"] = "pull"
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        if self.measure == "cosine":
+            squared = float(theta.dot(theta))
+            scale = math.sqrt(squared * float(anchor.dot(anchor)))
+            if scale > 0:  # the gradient of -cos is -(a / |a||t| - cos t / |t|^2)
+                cosine = float(theta.dot(anchor)) / scale
+                grad.sub_(anchor, alpha=self.strength / scale)
+                grad.add_(theta, alpha=self.strength * cosine / squared)
+        elif self.measure == "inner":
+            grad.sub_(anchor, alpha=self.strength / max(float(anchor.dot(anchor)), 1e-12))
+        elif self.measure == "l1":
+            scale = max(float(anchor.abs().sum()), 1e-12)
+            grad.add_(torch.sign(theta - anchor), alpha=self.strength / scale)
+        else:
+            away = theta - anchor
+            scale = float(away.norm()) * float(anchor.norm())
+            grad.add_(away, alpha=self.strength / max(scale, 1e-12))
+
+
+Objective = Annotated[Plain | Proximal | Pull, Field(discriminator="kind")]
+
+
+@options
+class Task:
+    """Local training by SGD. `steps`, where given, replaces `epochs`.
+
+    `upload` says what comes back: the trained model, its difference from the received one
+    ("delta"), or the gradient of the first mini-batch with no step taken ("gradient"; weight decay
+    and the objective's pull included).
+    """
+
+    epochs: Annotated[int, Field(ge=1)] = 5
+    steps: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    lr: Annotated[float, Field(gt=0)] = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    objective: Objective = Field(default_factory=Plain)
+    upload: Literal["model", "delta", "gradient"] = "model"
+
+    def batches(self, samples: int) -> int:
+        """Steps in one epoch. A last batch of one single sample joins the batch before it (batch
+        normalisation cannot train on one sample)."""
+        full, rest = divmod(samples, self.batch_size)
+        return max(1, full + (rest > 1))
+
+    def total_steps(self, samples: int) -> int:
+        """Steps of the whole task on a client with that many training samples."""
+        if self.upload == "gradient":
+            return 1
+        return self.steps if self.steps is not None else self.epochs * self.batches(samples)
+
+    def work(self, samples: int) -> float:
+        """Samples that the client pushes through the model: what simulated time is made of."""
+        return self.total_steps(samples) / self.batches(samples) * samples

@@ -1,0 +1,18 @@
+"""Data for federations: sources, partitions, splits and shifts."""
+
+from polytempo.data import partition
+from polytempo.data.federation import Federation
+from polytempo.data.partition import PARTITIONS
+from polytempo.data.shift import SHIFTS
+from polytempo.data.source import SOURCES
+from polytempo.data.sources import DatasetInfo, available
+
+__all__ = [
+    "PARTITIONS",
+    "SHIFTS",
+    "SOURCES",
+    "DatasetInfo",
+    "Federation",
+    "available",
+    "partition",
+]

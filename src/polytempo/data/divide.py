@@ -1,0 +1,133 @@
+"""The steps from a pool of samples to a federation: order, split, encode, shift, measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.rng import rng
+from polytempo.data.partition import Array, Assignment, even_groups
+from polytempo.data.pool import Pool, take
+from polytempo.data.shift import Shift
+from polytempo.data.split import split
+from polytempo.data.text import build_vocabulary, encode, words
+
+
+def verify(assignment: Assignment, clients: int, samples: int) -> None:
+    """A partitioner may be the user's own."""
+    indices = assignment.indices
+    everything = np.concatenate([np.zeros(0, dtype=np.int64), *indices])
+    sound = len(indices) == clients and all(len(part) for part in indices)
+    sound = sound and len(np.unique(everything)) == len(everything)
+    if not sound or everything.min() < 0 or everything.max() >= samples:
+        raise PolytempoError(
+            f"the partition gave {len(indices)} clients {len(everything)} positions; expected "
+            f"{clients} clients, none empty, with distinct positions below {samples}; correct its "
+            "__call__"
+        )
+
+
+def order_clients(
+    assignment: Assignment, y: Array, given: Array | None, test_fraction: float, seed: int
+) -> tuple[Array, tuple[slice, ...], tuple[slice, ...]]:
+    """Positions in the order of the federation, and each client's slices of it."""
+    order: list[Array] = []
+    train: list[slice] = []
+    test: list[slice] = []
+    at = 0
+    for client, indices in enumerate(assignment.indices):
+        apart = np.zeros(len(indices), dtype=bool) if given is None else given[indices]
+        if apart.any() and not apart.all():
+            parts = np.flatnonzero(~apart), np.flatnonzero(apart)
+        else:
+            parts = split(y[indices], test_fraction, rng(seed, "data", "split", client))
+        for part, slices in zip(parts, (train, test), strict=True):
+            order.append(indices[part])
+            slices.append(slice(at, at + len(part)))
+            at += len(part)
+    return np.concatenate(order), tuple(train), tuple(test)
+
+
+def true_groups(assignment: Assignment, of_sample: Array | None) -> Array | None:
+    """The partition's groups, else those of the samples if no client mixes them."""
+    if assignment.groups is not None or of_sample is None:
+        return assignment.groups
+    held = [np.unique(of_sample[indices]) for indices in assignment.indices]
+    return np.concatenate(held) if all(len(found) == 1 for found in held) else None
+
+
+def to_tensor(
+    pool: Pool, order: Array, train: tuple[slice, ...]
+) -> tuple[torch.Tensor, int | None]:
+    """The samples in that order, and the size of the vocabulary if they are text."""
+    x = take(pool.x, order)
+    if isinstance(x, list):
+        texts = [words(text, pool.length) for text in x]
+        seen = (text for part in train for text in texts[part])
+        vocabulary = build_vocabulary(seen, pool.vocabulary)
+        return torch.from_numpy(encode(texts, vocabulary, pool.length)), len(vocabulary) + 2
+    tensor = torch.from_numpy(np.ascontiguousarray(x))
+    return tensor, int(tensor.max()) + 1 if tensor.dtype == torch.int64 else None
+
+
+def apply_shift(
+    shift: Shift,
+    x: torch.Tensor,
+    train: tuple[slice, ...],
+    test: tuple[slice, ...],
+    groups: Array | None,
+    seed: int,
+) -> Array:
+    """Shift the samples of each client, in place; the groups, combined with those there were."""
+    if len(shift) > len(train):
+        raise PolytempoError(
+            f"the shift makes {len(shift)} groups of {len(train)} clients; use fewer levels or "
+            "more clients"
+        )
+    member = even_groups(len(train), len(shift), rng(seed, "data", "shift"))
+    for client, group in enumerate(member.tolist()):
+        own = slice(train[client].start, test[client].stop)
+        x[own] = shift(x[own], group, rng(seed, "data", "shift", client))
+    if groups is None:
+        return member
+    pairs = np.stack([groups, member], axis=1)
+    return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def moments(
+    x: torch.Tensor, train: tuple[slice, ...]
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Mean and deviation of each channel over the training images, on the scale 0..1."""
+    if x.dtype != torch.uint8 or x.dim() != 4:
+        return None, None
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    mean, std = [], []
+    for channel in range(x.shape[1]):
+        counts = torch.zeros(256, dtype=torch.float64)
+        for part in train:
+            counts += torch.bincount(x[part, channel].reshape(-1).long(), minlength=256)
+        share = counts / counts.sum()
+        mean.append(float((share * levels).sum()))
+        # A channel of one value has no deviation to divide by.
+        std.append(float((share * (levels - mean[-1]) ** 2).sum().sqrt()) or 1.0)
+    return tuple(mean), tuple(std)
+
+
+def spell(table: Mapping[str, Any]) -> str:
+    """The table of a named thing for people to read: `dirichlet(alpha=0.1, balanced)`."""
+    shown = []
+    for key, value in table.items():
+        if key == "name" or value is False:
+            continue
+        if isinstance(value, (list, tuple)):
+            value = f"[{' '.join(_number(item) for item in value)}]"
+        shown.append(key if value is True else f"{key}={_number(value)}")
+    return f"{table.get('name', '')}({', '.join(shown)})" if shown else str(table.get("name", ""))
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

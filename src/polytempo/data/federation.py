@@ -1,0 +1,258 @@
+"""Clients and their data: the object that simulations and experiments take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.rng import rng
+from polytempo.data.divide import (
+    apply_shift,
+    moments,
+    order_clients,
+    spell,
+    to_tensor,
+    true_groups,
+    verify,
+)
+from polytempo.data.npz import pool_clients, read_npz
+from polytempo.data.partition import PARTITIONS, Array, Natural, Partitioner
+from polytempo.data.pool import Pool, features, labels
+from polytempo.data.shift import SHIFTS, Shift
+from polytempo.data.source import Request
+from polytempo.data.sources import open_pool
+
+PartitionSpec = str | Mapping[str, Any] | Partitioner
+ShiftSpec = str | Mapping[str, Any] | Shift
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The data of all clients, ordered by client: its training samples, then its test samples.
+
+    So every client's shard is a view, `x[train[i]]` or `x[test[i]]`, and nothing is copied.
+
+    x: uint8 images [N, C, H, W], float32 features, or int64 tokens [N, length].
+    groups: the true group of each client, where there is one.
+    mean, std: per channel, for images; `prepare` applies them.
+    """
+
+    name: str
+    x: torch.Tensor
+    y: torch.Tensor
+    train: tuple[slice, ...]
+    test: tuple[slice, ...]
+    classes: int
+    groups: Array | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    vocabulary: int | None = None
+    description: str = ""
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return len(self.train)
+
+    @property
+    def samples(self) -> list[int]:
+        """Number of training samples of each client."""
+        return [part.stop - part.start for part in self.train]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+        """A batch as a model wants it: uint8 becomes normalised float32, the rest is unchanged."""
+        if x.dtype != torch.uint8:
+            return x
+        ready = x.to(torch.float32).div_(255)
+        if self.mean is None or self.std is None:
+            return ready
+        mean = torch.tensor(self.mean, device=x.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, device=x.device).view(-1, 1, 1)
+        return ready.sub_(mean).div_(std)
+
+    def label_counts(self) -> Array:
+        """Samples of each label that each client holds, [clients, classes], train and test."""
+        y = self.y.numpy()
+        return np.stack(
+            [
+                np.bincount(y[train], minlength=self.classes)
+                + np.bincount(y[test], minlength=self.classes)
+                for train, test in zip(self.train, self.test, strict=True)
+            ]
+        )
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path | Mapping[str, Any],
+        *,
+        clients: int | None = None,
+        partition: PartitionSpec | None = None,
+        shift: ShiftSpec | None = None,
+        test_fraction: float = 0.25,
+        seed: int = 0,
+        data_dir: str | Path | None = None,
+        limit: int | None = None,
+    ) -> Federation:
+        """A named data set, divided among clients. The seed decides everything.
+
+        name: a known data set (see `available`), with options if it has any, such as
+            `synthetic:groups=3,kind=rotation`; an .npz file or a folder of them (see `from_npz`);
+            or `hub:owner/dataset`.
+        clients: number of clients; by default all users of the data set, else 20.
+        partition: how to divide the samples, such as `iid`, `dirichlet:alpha=0.5` or an object;
+            by default `natural` if the data has users, else `dirichlet:alpha=0.1,balanced=true`.
+        shift: `rotation` or `noise`, to make groups of clients see different features.
+        test_fraction: share of each client's samples that is set apart for testing.
+        data_dir: folder with the data files; by default that of the variable POLYTEMPO_DATA.
+        limit: use only that many samples, drawn at random.
+        """
+        pool = open_pool(name, Request(data_dir, clients, seed))
+        spec = spell(dict(name)) if isinstance(name, Mapping) else str(name)
+        title = pool.name if isinstance(name, Path) or spec.endswith(".npz") else spec
+        return cls._divide(pool, title, clients, partition, shift, test_fraction, seed, limit)
+
+    @classmethod
+    def from_pool(
+        cls,
+        x: Any,
+        y: Any,
+        users: Any = None,
+        *,
+        name: str = "own",
+        clients: int | None = None,
+        partition: PartitionSpec | None = None,
+        shift: ShiftSpec | None = None,
+        test_fraction: float = 0.25,
+        seed: int = 0,
+        limit: int | None = None,
+        classes: int | None = None,
+        length: int = 128,
+        vocabulary: int = 32_000,
+    ) -> Federation:
+        """Pooled samples of your own, divided among clients as by `load`.
+
+        x: arrays or tensors as in `from_arrays`, or a list of texts (of which `length` words are
+            kept, and `vocabulary` words known). users: whom each sample belongs to.
+        """
+        found = features(x, name)
+        if users is not None:
+            users = np.asarray(users)
+            if users.shape != (len(found),):
+                raise PolytempoError(
+                    f"{name}: users has shape {users.shape}, expected ({len(found)},), one user "
+                    "for each sample of x"
+                )
+        known = labels(y, len(found), name, classes)
+        pool = Pool(
+            name=name,
+            x=found,
+            y=known,
+            classes=classes or int(known.max()) + 1,
+            users=users,
+            length=length,
+            vocabulary=vocabulary,
+        )
+        return cls._divide(pool, name, clients, partition, shift, test_fraction, seed, limit)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        clients: Sequence[Sequence[Any]],
+        *,
+        name: str = "own",
+        test_fraction: float = 0.25,
+        seed: int = 0,
+        classes: int | None = None,
+    ) -> Federation:
+        """Your own clients, each a pair (X, y) of arrays or tensors.
+
+        X is uint8 images ([N, C, H, W], [N, H, W] or [N, H, W, C]), float features of any shape,
+        integer tokens [N, length], or a list of texts. (X, y, X_test, y_test) brings a test split
+        of its own.
+        """
+        who = [f"client {number}" for number in range(len(clients))]
+        pool = pool_clients(name, clients, who, classes)
+        return cls._divide(pool, name, None, None, None, test_fraction, seed, None)
+
+    @classmethod
+    def from_npz(
+        cls,
+        path: str | Path,
+        *,
+        clients: int | None = None,
+        partition: PartitionSpec | None = None,
+        shift: ShiftSpec | None = None,
+        test_fraction: float = 0.25,
+        seed: int = 0,
+        limit: int | None = None,
+        classes: int | None = None,
+    ) -> Federation:
+        """Your own .npz files.
+
+        Either a folder with one file per client (arrays X and y; with X_test and y_test, these are
+        the test split as given), or a single file with X, y and optionally `user`, which is divided
+        as by `load`.
+        """
+        pool = read_npz(path, classes)
+        return cls._divide(pool, pool.name, clients, partition, shift, test_fraction, seed, limit)
+
+    @classmethod
+    def _divide(
+        cls,
+        pool: Pool,
+        title: str,
+        clients: int | None,
+        partition: PartitionSpec | None,
+        shift: ShiftSpec | None,
+        test_fraction: float,
+        seed: int,
+        limit: int | None,
+    ) -> Federation:
+        pool = pool.subset(limit, seed)
+        if partition is None:
+            usual = {"name": "dirichlet", "alpha": 0.1, "balanced": True}
+            partition = usual if pool.users is None else "natural"
+        divider = PARTITIONS.create(partition)
+        natural = isinstance(divider, Natural) and pool.users is not None
+        if clients is None:
+            clients = len(np.unique(pool.users)) if natural else 20  # type: ignore[arg-type]
+        assignment = divider(pool.y, clients, rng(seed, "data", "partition"), pool.users)
+        verify(assignment, clients, len(pool.y))
+
+        given = pool.test if natural else None
+        order, train, test = order_clients(assignment, pool.y, given, test_fraction, seed)
+        groups = true_groups(assignment, pool.groups)
+        x, vocabulary = to_tensor(pool, order, train)
+        about = [title, f"{clients} clients", spell(PARTITIONS.describe(divider))]
+        if shift is not None:
+            changer = SHIFTS.create(shift)
+            groups = apply_shift(changer, x, train, test, groups, seed)
+            about.append(spell(SHIFTS.describe(changer)))
+        if limit is not None:
+            about.append(f"{len(pool.y)} samples")
+        mean, std = (pool.mean, pool.std) if pool.mean else moments(x, train)
+        return cls(
+            name=pool.name,
+            x=x,
+            y=torch.from_numpy(pool.y[order]),
+            train=train,
+            test=test,
+            classes=pool.classes,
+            groups=groups,
+            mean=mean,
+            std=std,
+            vocabulary=vocabulary,
+            description=", ".join(about),
+        )

@@ -1,0 +1,127 @@
+"""A user's own data in .npz files: one file per client in a folder, or one file for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polytempo.core.errors import PolytempoError
+from polytempo.data.partition import Array
+from polytempo.data.pool import Pool, features, labels
+from polytempo.data.source import reading
+
+
+def pool_clients(
+    name: str, clients: Sequence[Sequence[Any]], who: Sequence[str], classes: int | None
+) -> Pool:
+    """One pool of what each client brings: (X, y), or (X, y, X_test, y_test)."""
+    if not clients:
+        raise PolytempoError("no clients were given; give at least one pair (X, y)")
+    parts: list[tuple[Array | list[str], Array, int, bool]] = []
+    for number, (client, label) in enumerate(zip(clients, who, strict=True)):
+        if len(client) not in (2, 4):
+            raise PolytempoError(
+                f"{label}: expected (X, y) or (X, y, X_test, y_test), got {len(client)} things"
+            )
+        for at in range(0, len(client), 2):
+            part = label if at == 0 else f"{label}, test"
+            x = features(client[at], part)
+            _same_form(parts[0][0] if parts else x, x, part, who[0])
+            y = labels(client[at + 1], len(x), part, classes)
+            parts.append((x, y, number, at > 0))
+    y = np.concatenate([y for _, y, _, _ in parts])
+    sizes = [len(x) for x, _, _, _ in parts]
+    return Pool(
+        name=name,
+        x=_join([x for x, _, _, _ in parts]),
+        y=y,
+        classes=classes or int(y.max()) + 1,
+        users=np.repeat([number for _, _, number, _ in parts], sizes),
+        test=np.repeat([test for _, _, _, test in parts], sizes),
+    )
+
+
+def _same_form(first: Array | list[str], x: Array | list[str], who: str, other: str) -> None:
+    def form(x: Array | list[str]) -> str:
+        return "text" if isinstance(x, list) else f"{x.dtype} of shape {x.shape[1:]}"
+
+    if form(first) != form(x):
+        raise PolytempoError(
+            f"{who}: samples are {form(x)}, but those of {other} are {form(first)}; all clients "
+            "need the same form"
+        )
+
+
+def _join(parts: list[Array | list[str]]) -> Array | list[str]:
+    if isinstance(parts[0], list):
+        return [text for part in parts for text in part]
+    return np.concatenate(parts)
+
+
+def read_npz(path: str | Path, classes: int | None = None) -> Pool:
+    """The pool in a folder (one .npz per client) or in a single .npz file."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return _read_folder(path, classes)
+    if not path.is_file():
+        raise PolytempoError(
+            f"{path}: no such file or folder; expected an .npz file with X and y, or a folder "
+            "with one such file per client"
+        )
+    arrays = _read(path)
+    if "X_test" in arrays:
+        raise PolytempoError(
+            f"{path}: X_test is for files of one client; put one file per client in a folder and "
+            "name the folder, or join X_test to X"
+        )
+    x = features(arrays["X"], str(path))
+    y = labels(arrays["y"], len(x), str(path), classes)
+    users = arrays.get("user")
+    if users is not None and users.shape != y.shape:
+        raise PolytempoError(
+            f"{path}: user has shape {users.shape}, expected {y.shape}, one user for each sample"
+        )
+    return Pool(path.stem, x, y, classes or int(y.max()) + 1, users=users)
+
+
+def _read_folder(folder: Path, classes: int | None) -> Pool:
+    files = sorted(folder.glob("*.npz"), key=_by_number)
+    if not files:
+        raise PolytempoError(
+            f"{folder}: holds no .npz file; expected one per client, with the arrays X and y"
+        )
+    clients = []
+    for file in files:
+        arrays = _read(file)
+        client = [arrays["X"], arrays["y"]]
+        if ("X_test" in arrays) != ("y_test" in arrays):
+            raise PolytempoError(f"{file}: has only one of X_test and y_test; give both or neither")
+        if "X_test" in arrays:
+            client += [arrays["X_test"], arrays["y_test"]]
+        clients.append(client)
+    return pool_clients(folder.name, clients, [str(file) for file in files], classes)
+
+
+def _read(path: Path) -> dict[str, Array]:
+    with reading(path):
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("a single array, not an archive; write it with numpy.savez")
+        with archive:
+            found = {name: archive[name] for name in archive.files}
+    if lacking := [name for name in ("X", "y") if name not in found]:
+        raise PolytempoError(
+            f"{path}: lacks {' and '.join(lacking)}, has {', '.join(found) or 'nothing'}; save it "
+            "with numpy.savez(file, X=..., y=...)"
+        )
+    return found
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """client2 before client10."""
+    pieces = re.split(r"(\d+)", path.stem)
+    return [(int(piece), "") if piece.isdigit() else (0, piece) for piece in pieces]

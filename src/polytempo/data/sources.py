@@ -1,0 +1,87 @@
+"""From what a user names to a pool of samples, and the list of what can be named."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polytempo.data.files
+import polytempo.data.hub
+import polytempo.data.synthetic  # noqa: F401  (these three register the sources)
+from polytempo.core.registry import parse
+from polytempo.data.npz import read_npz
+from polytempo.data.pool import Pool
+from polytempo.data.source import SOURCES, Request, missing, remedy
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """One line of the list of data sets. `where` says where it comes from, or what to do."""
+
+    name: str
+    available: bool
+    description: str
+    samples: int | None
+    classes: int | None
+    where: str
+
+
+def available(data_dir: str | Path | None = None) -> list[DatasetInfo]:
+    """The known data sets, and whether their files are at hand."""
+    return [_info(name, Request(data_dir).folder) for name in SOURCES]
+
+
+def _info(name: str, folder: Path | None) -> DatasetInfo:
+    source: Any = SOURCES[name]
+    # An option (synthetic has one for classes) is not a fact about the data set.
+    chosen = {field.name for field in dataclasses.fields(source)}
+    facts = {key: value for key, value in vars(source).items() if key not in chosen}
+    files: tuple[str, ...] = facts.get("files", ())
+    lacking = missing(folder, files)
+    at_hand = not lacking
+    where = remedy(name, folder, lacking) if lacking else str(folder) if files else "built in"
+    if name == "hub":
+        name, at_hand = "hub:owner/dataset", _installed("datasets")
+        where = "huggingface.co" if at_hand else 'pip install "polytempo[hub]"'
+    return DatasetInfo(
+        name=name,
+        available=at_hand,
+        description=facts.get("description", ""),
+        samples=facts.get("samples"),
+        classes=facts.get("classes"),
+        where=where,
+    )
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module put in place by hand, without a spec
+        return True
+
+
+def is_path(name: str | Path) -> bool:
+    """Whether this names a file or folder of the user's own, not a known data set."""
+    if isinstance(name, Path):
+        return True
+    if name in SOURCES or name.startswith("hub:"):
+        return False
+    return name.endswith(".npz") or "/" in name.partition(":")[0] or Path(name).is_dir()
+
+
+def open_pool(name: str | Path | Mapping[str, Any], request: Request) -> Pool:
+    """The samples of the data set that `name` describes."""
+    if not isinstance(name, Mapping):
+        if is_path(name):
+            return read_npz(name)
+        name, options = parse(str(name))
+        name = {"name": name, **options}
+    table = dict(name)
+    kind, colon, dataset = str(table.get("name", "")).partition(":")
+    if kind == "hub" and colon:
+        table = {**table, "name": "hub", "dataset": dataset}
+    return SOURCES.create(table)(request)

@@ -1,0 +1,189 @@
+"""Several strategies on the same federation, devices and seeds, side by side."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polytempo.core.errors import PolytempoError, nearest
+from polytempo.experiments.config import make_config, read_config
+from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
+from polytempo.experiments.run import Attach, resume, run
+from polytempo.report import plot_accuracy, write_html
+
+Watch = Callable[[str, int], Attach]  # given the strategy and the seed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results by strategy, one for each seed, and the accuracy that times are compared at."""
+
+    results: dict[str, list[RunResult]]
+    target: float | str  # an accuracy, or the strategy whose best accuracy is the target
+    complete: bool
+
+    def target_of(self, index: int) -> float:
+        """The target accuracy for the seed of that index."""
+        if isinstance(self.target, float):
+            return self.target
+        return float(self.results[self.target][index].summary["accuracy_best"])
+
+    def table(self) -> list[dict[str, str]]:
+        """One row a strategy: mean and, over several seeds, spread."""
+        if isinstance(self.target, float):
+            goal = f"time to {percent(self.target)}"
+        else:
+            goal = f"time to best of {self.target}"
+        return [
+            {
+                "strategy": label,
+                "handed": _spread([r.summary["accuracy"] for r in found], percent=True),
+                "best": _spread([r.summary["accuracy_best"] for r in found], percent=True),
+                "adapted": _spread([r.accuracy_adapted for r in found], percent=True),
+                "worst 10%": _spread([r.summary["accuracy_worst10"] for r in found], percent=True),
+                "simulated time": _spread([r.summary["simulated_time"] for r in found]),
+                goal: _spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
+                "messages": _spread([_messages(r) for r in found], digits=0),
+            }
+            for label, found in self.results.items()
+        ]
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """Every run's result.json."""
+        return [result.summary for found in self.results.values() for result in found]
+
+
+def compare(
+    strategies: Sequence[str],
+    settings: dict[str, Any],
+    folder: Path,
+    *,
+    seeds: Sequence[int] = (0,),
+    target: str | None = None,
+    watch: Watch | None = None,
+) -> Comparison:
+    """Run every strategy with every seed; what the folder already holds is not run again.
+
+    An interrupt ends the comparison after the run that it stopped; calling this again goes on.
+    """
+    labels = list(dict.fromkeys(strategies))
+    if not labels:
+        raise PolytempoError("name at least one strategy; see `polytempo strategies`")
+    goal = _goal(target, labels)
+    configs = {
+        (label, seed): make_config({**settings, "strategy": label, "seed": seed}, "compare")
+        for label in labels
+        for seed in seeds
+    }
+    results: dict[str, list[RunResult]] = {label: [] for label in labels}
+    complete = True
+    for (label, seed), config in configs.items():
+        place = folder / slug(label) / f"seed{seed}"
+        observer = watch(label, seed) if watch else None
+        if (place / "config.toml").exists():
+            result = _continue(place, config.model_dump(exclude_none=True), observer)
+        else:
+            result = run(config, place, observer=observer)
+        results[label].append(result)
+        if not result.summary["complete"]:
+            complete = False
+            break
+    finished = {label: found for label, found in results.items() if len(found) == len(seeds)}
+    if not complete or not finished:
+        return Comparison(finished, goal if goal in finished else 1.0, complete=False)
+    comparison = Comparison(finished, goal, complete)
+    _write(folder, comparison, settings)
+    return comparison
+
+
+def _continue(place: Path, wanted: dict[str, Any], observer: Attach | None) -> RunResult:
+    found = read_config(place / "config.toml")
+    different = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
+    if different:
+        name = different[0]
+        raise PolytempoError(
+            f"{place} was run with {name} = {found.get(name)!r}, now it is "
+            f"{wanted.get(name)!r}; choose another --out or delete the folder"
+        )
+    if (place / "result.json").exists():
+        result = read_result(place)
+        if result.summary["complete"]:
+            return result
+    return resume(place, observer=observer)
+
+
+def _goal(target: str | None, labels: Sequence[str]) -> float | str:
+    if target is None:
+        return "fedavg" if "fedavg" in labels else labels[0]
+    if target in labels:
+        return target
+    try:
+        share = float(target)
+    except ValueError:
+        raise PolytempoError(
+            f"target {target!r} is neither an accuracy nor one of the strategies"
+            f"{nearest(target, labels)}"
+        ) from None
+    if not 0 < share <= 1:
+        raise PolytempoError(f"target {target} is no accuracy: write 0.8 for 80%")
+    return share
+
+
+def slug(label: str) -> str:
+    """A strategy with its options as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._+=-]+", "_", label)
+
+
+def _messages(result: RunResult) -> float:
+    return float(sum(result.summary["messages"][k] for k in ("dispatch", "upload", "multicast")))
+
+
+def _spread(values: Sequence[float | None], *, percent: bool = False, digits: int = 1) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "never" if not known else f"{len(known)} of {len(values)} seeds"
+    scale, unit = (100.0, "%") if percent else (1.0, "")
+    mean = f"{scale * float(np.mean(known)):,.{digits}f}"
+    if len(known) == 1:
+        return mean + unit
+    return f"{mean} ± {scale * float(np.std(known, ddof=1)):.{digits}f}{unit}"
+
+
+def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
+    """summary.csv, results.json, the plots and the report."""
+    table = comparison.table()
+    write_table(folder / "summary.csv", [{k: f'"{v}"' for k, v in row.items()} for row in table])
+    text = json.dumps(comparison.summaries(), indent=2) + "\n"
+    (folder / "results.json").write_text(text, encoding="utf8")
+    if not can_plot():
+        return
+    curves = {label: [r.curve() for r in found] for label, found in comparison.results.items()}
+    images = [
+        ("Accuracy against simulated time", plot_accuracy(curves, folder / "accuracy_time.png")),
+        (
+            "Accuracy against updates folded: the same amount of training",
+            plot_accuracy(curves, folder / "accuracy_rounds.png", x="rounds"),
+        ),
+    ]
+    for label in comparison.results:
+        place = next((folder / slug(label)).glob("seed*"))
+        for name, caption in (("graph.png", "collaboration graph"), ("staleness.png", "staleness")):
+            if (place / name).exists():
+                images.append((f"{label}: {caption} ({place.name})", place / name))
+    write_html(
+        folder / "report.html",
+        title=f"{', '.join(comparison.results)} on {comparison.summaries()[0]['federation']}",
+        intro="Handed: mean accuracy over clients of the model that each is handed (mean of the "
+        "last evaluations). Adapted: the same model after some epochs of local training. "
+        "Times are simulated seconds.",
+        table=table,
+        images=images,
+        settings=settings,
+        command=None,
+    )

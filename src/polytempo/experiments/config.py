@@ -1,0 +1,176 @@
+"""The settings of a run: declared once, here, for TOML files, the command line and Python.
+
+Unknown settings are errors that name the nearest one; every value is checked before a run starts.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field
+
+from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.parameters import BufferPolicy
+from polytempo.core.registry import Registry
+from polytempo.core.strategy import Refill
+from polytempo.core.task import Task
+from polytempo.data import PARTITIONS, SHIFTS
+from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
+from polytempo.strategies import STRATEGIES
+
+Spec = str | dict[str, Any]
+_REGISTRIES: dict[str, Registry[Any]] = {
+    "strategy": STRATEGIES,
+    "partition": PARTITIONS,
+    "shift": SHIFTS,
+    "devices": DEVICES,
+    "network": NETWORKS,
+    "dropout": DROPOUTS,
+}
+_TASK = Task()
+
+
+class RunConfig(BaseModel):
+    """All settings of a run. Things with options are written `name:key=value,key=value`."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+
+    strategy: Spec = Field("pace", description="the algorithm; see `polytempo strategies`")
+    data: str = Field(
+        "digits",
+        description="data set, path of an .npz or of a folder of them, or hub:owner/name; "
+        "see `polytempo data`",
+    )
+    data_dir: str | None = Field(
+        None, description="folder of data files (else the environment variable POLYTEMPO_DATA)"
+    )
+    clients: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="number of clients (natural users: all of them; else 20)"
+    )
+    partition: Spec | None = Field(
+        None, description=f"who gets which samples: {', '.join(PARTITIONS)}"
+    )
+    shift: Spec | None = Field(None, description=f"shift of the features: {', '.join(SHIFTS)}")
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.25, description="share of each client's samples that it is tested on"
+    )
+    limit: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="use only so many samples, drawn at random"
+    )
+    model: Spec = Field(
+        "auto", description="linear, mlp, lenet, cnn64, textcnn, resnet18, or module:factory"
+    )
+    buffers: BufferPolicy = Field(
+        "share", description="batch-norm statistics travel with the model, or start afresh"
+    )
+    rounds: Annotated[int, Field(ge=1)] = Field(
+        400, description="updates that the server folds in before the run ends"
+    )
+    until: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="end the run at this simulated time, if that is earlier (seconds)"
+    )
+    slots: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="clients that train at once (a tenth of them, at least 4)"
+    )
+    refill: Refill | None = Field(
+        None, description="who is started when a slot falls free (the strategy's own choice)"
+    )
+    devices: Spec = Field("two-speed", description=f"speeds: {', '.join(DEVICES)}")
+    network: Spec = Field("instant", description=f"links: {', '.join(NETWORKS)}")
+    dropout: Spec = Field("none", description=f"losses: {', '.join(DROPOUTS)}")
+    epochs: Annotated[int, Field(ge=1)] = Field(
+        _TASK.epochs, description="local epochs of one training"
+    )
+    steps: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="local mini-batch steps, instead of epochs"
+    )
+    batch_size: Annotated[int, Field(ge=1)] = Field(
+        _TASK.batch_size, description="samples in a mini-batch"
+    )
+    lr: Annotated[float, Field(gt=0)] = Field(_TASK.lr, description="local learning rate")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        _TASK.momentum, description="local momentum"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        _TASK.weight_decay, description="local weight decay"
+    )
+    eval_every: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="evaluate after so many updates (a fortieth of the rounds)"
+    )
+    adapt_epochs: Annotated[int, Field(ge=0)] = Field(
+        5, description="epochs of local adaptation behind `accuracy_adapted`; 0: leave it out"
+    )
+    adapt_always: bool = Field(
+        False, description="measure the adapted accuracy at every evaluation, not only at the end"
+    )
+    seed: int = Field(0, description="decides everything that is random")
+    check: bool = Field(False, description="verify the simulator's invariants while running")
+    events: bool = Field(False, description="write every event to events.jsonl")
+
+    @pydantic.field_validator(*_REGISTRIES)
+    @classmethod
+    def _known(cls, value: Spec | None, info: pydantic.ValidationInfo) -> Spec | None:
+        if value is None:
+            return None
+        registry = _REGISTRIES[str(info.field_name)]
+        return registry.describe(registry.create(value))
+
+    @property
+    def strategy_name(self) -> str:
+        assert isinstance(self.strategy, dict)  # resolved when the settings were checked
+        return str(self.strategy["name"])
+
+    @property
+    def evaluation_interval(self) -> int:
+        return self.eval_every or max(1, self.rounds // 40)
+
+    def make(self, field: str) -> Any:
+        """The strategy, device model, ... that the setting of that name describes."""
+        return _REGISTRIES[field].create(getattr(self, field))
+
+    def task(self) -> Task:
+        return Task(**{name: getattr(self, name) for name in SOLVER})
+
+
+SOLVER = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay")
+
+
+def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunConfig:
+    """Check the settings; a mistake becomes a one-line error."""
+    for key in settings:
+        if key not in RunConfig.model_fields:
+            raise PolytempoError(f"{source}: unknown setting {key!r}{_near(key)}")
+    try:
+        return RunConfig(**settings)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise PolytempoError(
+            f"{source}: {name} = {first['input']!r}: {first['msg']}; "
+            f"{name} is the {RunConfig.model_fields[name].description}"
+        ) from error
+
+
+def _near(key: str) -> str:
+    return nearest(key, RunConfig.model_fields)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The settings of a TOML file (keys may be written with hyphens)."""
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf8"))
+    except OSError as error:
+        raise PolytempoError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PolytempoError(f"{path} is no valid TOML: {error}") from error
+    return {key.replace("-", "_"): value for key, value in found.items()}
+
+
+def write_config(path: str | Path, config: RunConfig) -> None:
+    """The resolved settings, as a TOML file that `polytempo run --config` takes."""
+    Path(path).write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf8")

@@ -1,0 +1,201 @@
+"""What a run leaves behind: figures, history, models, and the folder with all of it."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from polytempo.core.errors import PolytempoError
+from polytempo.report import Curve, plot_accuracy, plot_graph, plot_staleness, write_html
+from polytempo.simulation import Simulator
+from polytempo.simulation.metrics import convergence_time, final_accuracy, time_to
+
+TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+@dataclass
+class RunResult:
+    """The figures of one run. `summary` is what result.json holds."""
+
+    summary: dict[str, Any]
+    history: list[dict[str, Any]]
+    simulator: Simulator | None = field(default=None, repr=False)  # None when read from a folder
+
+    @property
+    def accuracy(self) -> float:
+        """Mean accuracy of the models that clients are handed (last evaluations), 0 to 1."""
+        return float(self.summary["accuracy"])
+
+    @property
+    def accuracy_adapted(self) -> float | None:
+        """The same after each client has adapted its model locally."""
+        found: float | None = self.summary["accuracy_adapted"]
+        return found
+
+    def time_to(self, target: float) -> float | None:
+        """Simulated seconds until the handed accuracy first reaches `target`; None if never."""
+        return time_to(self.history, target)
+
+    def curve(self) -> Curve:
+        return Curve(
+            time=[row["time"] for row in self.history],
+            rounds=[row["round"] for row in self.history],
+            messages=[row["dispatch"] + row["upload"] + row["multicast"] for row in self.history],
+            accuracy=[row["accuracy"] for row in self.history],
+            adapted=self.accuracy_adapted,
+        )
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw accuracy against simulated time."""
+        return plot_accuracy({self.summary["strategy"]: [self.curve()]}, Path(path))
+
+    def model(self, client: int) -> dict[str, Tensor]:
+        """The client's model as a state dict, to load into an `nn.Module` of the same kind."""
+        if self.simulator is None:
+            raise PolytempoError("a result read from a folder holds no models; run it anew")
+        space = self.simulator.space
+        space.load(self.simulator.strategy.model_for(client))
+        return {name: value.clone() for name, value in space.module.state_dict().items()}
+
+
+def summarise(simulator: Simulator, name: str, complete: bool) -> RunResult:
+    """The figures of a run as it stands."""
+    history = simulator.history
+    last = history[-1]
+    sent, size = simulator.messages, simulator.server.context.initial.nbytes
+    arrivals = max(1, simulator.server.round)
+    return RunResult(
+        {
+            "strategy": name,
+            "seed": simulator.seed,
+            "complete": complete,
+            "federation": simulator.federation.description,
+            "accuracy": final_accuracy(history),
+            "accuracy_best": max(row["accuracy"] for row in history),
+            "accuracy_weighted": last["accuracy_weighted"],
+            "accuracy_std": last["accuracy_std"],
+            "accuracy_worst10": last["accuracy_worst10"],
+            "accuracy_adapted": last["accuracy_adapted"],
+            "simulated_time": simulator.time,
+            "time_to": {str(target): time_to(history, target) for target in TARGETS},
+            "convergence_time": convergence_time(history),
+            "arrivals": simulator.server.round,
+            "messages": {
+                **sent,
+                **{f"{kind}_bytes": count * size for kind, count in sent.items()},
+            },
+            "staleness_mean": sum(k * v for k, v in simulator.staleness.items()) / arrivals,
+            "staleness": {str(k): v for k, v in sorted(simulator.staleness.items())},
+            "parameters": simulator.space.size,
+            "wall_seconds": dict(simulator.wall),
+            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            / (1024 if sys.platform != "darwin" else 1024**2),
+            "fingerprint": simulator.fingerprint,
+            "version": version("polytempo"),
+        },
+        history,
+        simulator,
+    )
+
+
+# -- the folder ---------------------------------------------------------------------------------
+
+
+def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -> None:
+    """history.csv, result.json, the plots and the report. Needs matplotlib for the last two."""
+    _replace(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
+    write_table(folder / "history.csv", result.history)
+    if not can_plot():
+        return
+    images = _plots(folder, result)
+    write_html(
+        folder / "report.html",
+        title=f"{result.summary['strategy']} on {result.summary['federation']}",
+        intro=f"Seed {result.summary['seed']}, {result.summary['arrivals']} updates folded"
+        + ("." if result.summary["complete"] else ", interrupted."),
+        table=[_figures(result.summary)],
+        images=images,
+        settings=settings,
+    )
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there; if not, says how to get it."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    warnings.warn('no plots without matplotlib: pip install "polytempo[plots]"', stacklevel=2)
+    return False
+
+
+def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
+    images = [("Accuracy against simulated time", result.plot(folder / "accuracy.png"))]
+    counts = {int(k): v for k, v in result.summary["staleness"].items()}
+    if counts:
+        path = plot_staleness(counts, folder / "staleness.png")
+        images.append(("Staleness of the updates", path))
+    simulator = result.simulator
+    graph = None if simulator is None else simulator.strategy.collaboration()
+    if simulator is not None and graph is not None:
+        path = plot_graph(graph, folder / "graph.png", simulator.federation.groups)
+        images.append(("Collaboration graph: who learns from whom", path))
+    return images
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "strategy": summary["strategy"],
+        "handed": percent(summary["accuracy"]),
+        "best": percent(summary["accuracy_best"]),
+        "adapted": percent(summary["accuracy_adapted"]),
+        "worst 10%": percent(summary["accuracy_worst10"]),
+        "simulated time": f"{summary['simulated_time']:.1f} s",
+        "mean staleness": f"{summary['staleness_mean']:.1f}",
+        "messages": str(sum(summary["messages"][k] for k in ("dispatch", "upload", "multicast"))),
+    }
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def read_result(folder: Path) -> RunResult:
+    """A result as `write_result` left it."""
+    try:
+        summary = json.loads((folder / "result.json").read_text(encoding="utf8"))
+        with (folder / "history.csv").open(newline="", encoding="utf8") as file:
+            history = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    except (OSError, ValueError) as error:
+        raise PolytempoError(f"{folder} holds no readable result: {error}") from error
+    return RunResult(summary, history)
+
+
+def _number(text: str) -> float | int | None:
+    if text == "":
+        return None
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as CSV."""
+    lines = [",".join(rows[0])]
+    lines += [",".join("" if v is None else str(v) for v in row.values()) for row in rows]
+    _replace(path, "\n".join(lines) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf8")
+    os.replace(partial, path)

@@ -1,0 +1,203 @@
+"""One run from its settings: build the world, drive the simulator, keep a folder up to date."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.state import load_state, save_state
+from polytempo.core.strategy import Strategy
+from polytempo.data import Federation
+from polytempo.experiments.config import RunConfig, make_config, read_config, write_config
+from polytempo.experiments.result import RunResult, summarise, write_result
+from polytempo.models import Inputs, Model, build
+from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation.simulator import Observer
+from polytempo.strategies import STRATEGIES
+
+Attach = Callable[[Simulator, int], Observer]  # given the number of rounds
+CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
+
+
+def simulate(
+    federation: Federation,
+    *,
+    model: Model = "auto",
+    strategy: str | Strategy = "pace",
+    rounds: int = 400,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Run a strategy on a federation, on a simulated clock.
+
+    `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
+    `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
+    """
+    chosen = STRATEGIES.create(strategy)
+    config = make_config(
+        {"strategy": STRATEGIES.describe(chosen), "rounds": rounds, **settings}, "simulate"
+    )
+    simulator = make_simulator(config, federation, model, chosen)
+    if out is None:
+        simulator.run(config.rounds, until=config.until or float("inf"))
+        return summarise(simulator, config.strategy_name, complete=True)
+    folder = new_folder(Path(out))
+    return drive(simulator, config, folder)
+
+
+def run(config: RunConfig, folder: Path, *, observer: Attach | None = None) -> RunResult:
+    """Carry out a run in a new folder."""
+    federation = load_federation(config)
+    simulator = make_simulator(config, federation, config.model)
+    new_folder(folder)
+    return drive(simulator, config, folder, observer)
+
+
+def resume(
+    folder: Path,
+    *,
+    rounds: int | None = None,
+    observer: Attach | None = None,
+) -> RunResult:
+    """Go on with the run of a folder from its checkpoint (perhaps for more rounds)."""
+    if not (folder / "config.toml").exists():
+        raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
+    settings = read_config(folder / "config.toml")
+    if rounds is not None:
+        settings.setdefault("eval_every", make_config(settings).evaluation_interval)
+        settings["rounds"] = rounds
+    config = make_config(settings, str(folder / "config.toml"))
+    simulator = make_simulator(config, load_federation(config), config.model)
+    if (folder / CHECKPOINT).exists():
+        restore(simulator, load_state(folder / CHECKPOINT))
+    return drive(simulator, config, folder, observer)
+
+
+def load_federation(config: RunConfig) -> Federation:
+    """The clients and their data."""
+    given = {"partition": config.partition} if config.partition is not None else {}
+    return Federation.load(
+        config.data,
+        clients=config.clients,
+        shift=config.shift,
+        test_fraction=config.test_fraction,
+        seed=config.seed,
+        data_dir=config.data_dir,
+        limit=config.limit,
+        **given,
+    )
+
+
+def make_simulator(
+    config: RunConfig, federation: Federation, model: Model, strategy: Strategy | None = None
+) -> Simulator:
+    """The world that the settings describe, at time 0."""
+    inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
+    return Simulator(
+        federation,
+        build(model, inputs, config.seed),
+        strategy or config.make("strategy"),
+        task=config.task(),
+        slots=config.slots,
+        refill=config.refill,
+        devices=config.make("devices"),
+        network=config.make("network"),
+        dropout=config.make("dropout"),
+        buffers=config.buffers,
+        eval_every=config.evaluation_interval,
+        adapt_epochs=config.adapt_epochs,
+        adapt_always=config.adapt_always,
+        seed=config.seed,
+        check=config.check,
+    )
+
+
+def new_folder(folder: Path) -> Path:
+    """Make the folder of a run; one that holds a run already is left alone."""
+    if (folder / "config.toml").exists():
+        raise PolytempoError(
+            f"{folder} holds a run already; continue it with --resume {folder}, choose another "
+            "--out, or delete it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def drive(
+    simulator: Simulator,
+    config: RunConfig,
+    folder: Path,
+    observer: Attach | None = None,
+) -> RunResult:
+    """Run to the end, or to an interrupt, keeping the folder's files up to date."""
+    write_config(folder / "config.toml", config)
+    if observer:
+        simulator.observers.append(observer(simulator, config.rounds))
+    with _event_log(simulator, config, folder), _interruptible() as interrupted:
+        last = time.monotonic()
+
+        def pause() -> bool:
+            nonlocal last
+            if time.monotonic() - last > CHECKPOINT_SECONDS:
+                save_state(folder / CHECKPOINT, snapshot(simulator))
+                last = time.monotonic()
+            return interrupted.is_set()
+
+        until = config.until or float("inf")
+        complete = simulator.run(config.rounds, until=until, stop=pause)
+        save_state(folder / CHECKPOINT, snapshot(simulator))
+    result = summarise(simulator, config.strategy_name, complete)
+    write_result(folder, result, config.model_dump(exclude_none=True))
+    return result
+
+
+@contextmanager
+def _event_log(simulator: Simulator, config: RunConfig, folder: Path) -> Iterator[None]:
+    """events.jsonl, one event a line; what a lost session wrote after its checkpoint is cut off."""
+    if not config.events:
+        yield
+        return
+    path = folder / "events.jsonl"
+    if simulator.events:
+        kept = path.read_bytes().splitlines(keepends=True)[: simulator.events]
+        path.write_bytes(b"".join(kept))
+    else:
+        path.write_bytes(b"")
+    file: IO[str]
+    with path.open("a", encoding="utf8") as file:
+        simulator.observers.append(lambda event: _write_line(file, event))
+        yield
+
+
+def _write_line(file: IO[str], event: dict[str, Any]) -> None:
+    file.write(json.dumps(event) + "\n")
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C (or SIGTERM) sets the flag, so that the run stops between two events; a second one
+    breaks off at once."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag  # signals belong to the main thread
+        return
+
+    def handler(number: int, frame: object) -> None:
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield flag
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,24 @@
+"""The networks that clients train: a few from the papers, and any of the user's own."""
+
+from __future__ import annotations
+
+from polytempo.models.factory import Model, automatic, build
+from polytempo.models.feedforward import CNN64, MLP, LeNet, Linear
+from polytempo.models.resnet import ResNet18
+from polytempo.models.spec import MODELS, Inputs, ModelSpec
+from polytempo.models.textcnn import TextCNN
+
+__all__ = [
+    "CNN64",
+    "MLP",
+    "MODELS",
+    "Inputs",
+    "LeNet",
+    "Linear",
+    "Model",
+    "ModelSpec",
+    "ResNet18",
+    "TextCNN",
+    "automatic",
+    "build",
+]

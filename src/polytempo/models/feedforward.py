@@ -1,0 +1,86 @@
+"""Plain stacks: linear, MLP, and the two small convolutional networks of the papers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from torch import nn
+
+from polytempo.models.spec import MODELS, Inputs, require_image, require_numbers
+
+
+def _one_or_many(value: Any) -> Any:
+    """`hidden=300` on the command line means the same as `hidden=[300]`."""
+    return (value,) if isinstance(value, int) else value
+
+
+Widths = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_one_or_many)]
+
+
+def _dense(widths: list[int]) -> list[nn.Module]:
+    """Fully connected layers of these widths, with ReLU between them."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return layers[:-1]
+
+
+def _convolutional(
+    name: str, inputs: Inputs, filters: tuple[int, int], hidden: tuple[int, int]
+) -> nn.Module:
+    """Two unpadded 5x5 convolutions, each halved by max-pooling, then fully connected layers."""
+    channels, height, width = require_image(name, inputs, smallest=16)
+    cells = math.prod(((side - 4) // 2 - 4) // 2 for side in (height, width))
+    return nn.Sequential(
+        nn.Conv2d(channels, filters[0], 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(filters[0], filters[1], 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        *_dense([filters[1] * cells, *hidden, inputs.classes]),
+    )
+
+
+@MODELS.register("linear")
+class Linear:
+    """Multinomial logistic regression on the flattened sample."""
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        require_numbers("linear", inputs)
+        return nn.Sequential(nn.Flatten(), *_dense([math.prod(inputs.shape), inputs.classes]))
+
+
+@MODELS.register("mlp")
+class MLP:
+    """Fully connected layers on the flattened sample (900-300-5 for windows of sensor data).
+
+    hidden: the widths of the hidden layers
+    """
+
+    hidden: Widths = (300,)
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        require_numbers("mlp", inputs)
+        widths = [math.prod(inputs.shape), *self.hidden, inputs.classes]
+        return nn.Sequential(nn.Flatten(), *_dense(widths))
+
+
+@MODELS.register("lenet")
+class LeNet:
+    """LeNet as in pFedGraph: 6 and 16 filters, then 120 and 84 units (62,006 on CIFAR-10)."""
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        return _convolutional("lenet", inputs, filters=(6, 16), hidden=(120, 84))
+
+
+@MODELS.register("cnn64")
+class CNN64:
+    """The CNN of AFL-Lib: twice 64 filters, then 120 and 64 units (307,842 on CIFAR-10)."""
+
+    def build(self, inputs: Inputs) -> nn.Module:
+        return _convolutional("cnn64", inputs, filters=(64, 64), hidden=(120, 64))

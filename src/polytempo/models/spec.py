@@ -1,0 +1,68 @@
+"""What a model is made from, and the table of known models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.registry import Registry
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the data demand of a model.
+
+    shape:      of one sample: (features,), (channels, height, width), or (length,) for tokens
+    classes:    how many labels there are
+    vocabulary: how many different tokens there are (0 is padding), or None if the data are numbers
+    """
+
+    shape: tuple[int, ...]
+    classes: int
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(side < 1 for side in self.shape) or self.classes < 1:
+            raise PolytempoError(
+                f"a model cannot be made for samples of shape {self.shape} and {self.classes} "
+                "classes; both must be positive, so check the data"
+            )
+        if self.vocabulary is not None and self.vocabulary < 2:
+            raise PolytempoError(
+                f"a vocabulary of {self.vocabulary} leaves no words; it needs at least 2 "
+                "(token 0 is padding), or None for data that are no text"
+            )
+
+
+@runtime_checkable
+class ModelSpec(Protocol):
+    """The options of a model, from which `build` makes the module."""
+
+    def build(self, inputs: Inputs) -> nn.Module: ...
+
+
+MODELS: Registry[ModelSpec] = Registry("model")
+
+
+def require_numbers(name: str, inputs: Inputs) -> None:
+    """Refuse tokens: a word's number is a name, not a quantity."""
+    if inputs.vocabulary is not None:
+        raise PolytempoError(
+            f"model {name!r} takes numbers, but the data are tokens "
+            f"(vocabulary {inputs.vocabulary}); use 'textcnn'"
+        )
+
+
+def require_image(name: str, inputs: Inputs, smallest: int) -> tuple[int, int, int]:
+    """The channels, height and width of an image that is large enough."""
+    require_numbers(name, inputs)
+    if len(inputs.shape) != 3 or min(inputs.shape[1:]) < smallest:
+        raise PolytempoError(
+            f"model {name!r} takes images (channels, height, width) of at least "
+            f"{smallest}x{smallest}, but a sample has shape {inputs.shape}; use 'mlp' or 'linear'"
+        )
+    channels, height, width = inputs.shape
+    return channels, height, width

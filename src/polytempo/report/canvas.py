@@ -1,0 +1,79 @@
+"""What all plots share: colours, type, and how a figure becomes a file.
+
+Matplotlib is an extra, so it is imported only when something is drawn. Figures are made without
+pyplot, and the user's own matplotlib settings neither change our files nor are changed by them.
+Its objects are typed `Any`: its stubs differ from one version to the next, and may be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from polytempo.core.errors import PolytempoError
+
+INK, QUIET, GRID = "#1f2328", "#59636e", "#e4e7eb"
+# After Okabe and Ito's colours for all kinds of colour vision, darkened to stand out on white.
+PALETTE = ("#0072b2", "#c44e00", "#00785a", "#b0478b", "#1f2328", "#9a7400", "#2f8fce", "#6a4fa3")
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+
+_STYLE = {
+    "font.size": 10.0,
+    "axes.titlesize": 11.0,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10.0,
+    "axes.labelsize": 10.0,
+    "axes.edgecolor": QUIET,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "axes.linewidth": 0.8,
+    "svg.hashsalt": "polytempo",
+}
+# What a file would otherwise say about when and by which version it was made.
+_METADATA: dict[str, dict[str, None]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
+
+@contextmanager
+def canvas(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """An empty figure of that size in inches, which is saved at `path` when the block ends."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PolytempoError(
+            'plots need matplotlib, which is not installed; run: pip install "polytempo[plots]"'
+        ) from error
+    target = Path(path)
+    if target.suffix.lower() not in _METADATA:
+        raise PolytempoError(
+            f"cannot draw into {str(path)!r}; end the name in {', '.join(sorted(_METADATA))}"
+        )
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        settings: Any = matplotlib.rcParams
+        settings.update(_STYLE)
+        figure = Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
+        yield figure
+        target.parent.mkdir(parents=True, exist_ok=True)
+        metadata = _METADATA[target.suffix.lower()]
+        figure.savefig(target, dpi=120, metadata=metadata)
+
+
+def bare(axes: Any, grid: str | None = "y") -> None:
+    """Leave only what is read: no frame, and light grid lines behind the data."""
+    for side in ("top", "right", "left") if grid == "y" else ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    if grid == "y":
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+    axes.tick_params(length=0 if grid is None else 3)
+    axes.tick_params(axis="y", length=0)

@@ -1,0 +1,9 @@
+"""All plots in one place. Each takes plain data and a path, and returns the path."""
+
+from __future__ import annotations
+
+from polytempo.report.curves import Curve, plot_accuracy
+from polytempo.report.maps import plot_graph, plot_labels
+from polytempo.report.staleness import plot_staleness
+
+__all__ = ["Curve", "plot_accuracy", "plot_graph", "plot_labels", "plot_staleness"]

@@ -1,0 +1,8 @@
+"""The simulator: strategies on a virtual clock."""
+
+from polytempo.simulation.checkpoint import restore, snapshot
+from polytempo.simulation.devices import DEVICES, NETWORKS
+from polytempo.simulation.dropout import DROPOUTS
+from polytempo.simulation.simulator import Simulator
+
+__all__ = ["DEVICES", "DROPOUTS", "NETWORKS", "Simulator", "restore", "snapshot"]

@@ -1,0 +1,94 @@
+"""`--check`: the invariants of a simulation, recounted from its events alone.
+
+The checker shares no code with the server: it sees what the event log sees, and counts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+class InvariantError(AssertionError):
+    """The simulator broke one of its promises: a bug of ours, not of the user."""
+
+
+class Checker:
+    """Feed it every event in order; it raises `InvariantError` at the first broken promise.
+
+    Clock and order: time never goes back, events are numbered without gaps.
+    Slots: never more clients in training than slots.
+    Life of a dispatch: sent once, to a client that is not training (or, for a multicast, that is),
+    and ended exactly once, by an upload, a drop or a multicast that takes over.
+    Counters: rounds count uploads, versions never go back, staleness is the difference between now
+    and the dispatch that the upload answers.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.time = 0.0
+        self.number = -1
+        self.round = 0
+        self.version = 0
+        self.open: dict[int, Event] = {}  # dispatches under way
+        self.training: dict[int, int] = {}  # client -> the dispatch that it trains
+        self.ended: set[int] = set()
+
+    def __call__(self, event: Event) -> None:
+        self._require(event["time"] >= self.time, event, f"the clock goes back from {self.time}")
+        self._require(event["n"] == self.number + 1, event, f"follows event {self.number}")
+        self._require(event["version"] >= self.version, event, f"version was {self.version}")
+        self.time, self.number = event["time"], event["n"]
+        kind = event["event"]
+        if kind == "upload":
+            self._upload(event)
+        elif kind in ("dispatch", "multicast"):
+            self._send(event)
+        elif kind == "drop":
+            self._end(event)
+            self._free(event)
+        elif kind == "restart":
+            self._end(event, event["replaces"])
+            self.training[event["client"]] = event["dispatch"]
+        elif kind == "missed":
+            self._end(event)
+        self._require(event["round"] == self.round, event, f"{self.round} updates were folded")
+        self.version = event["version"]
+
+    def _send(self, event: Event) -> None:
+        busy = event["client"] in self.training
+        number = event["dispatch"]
+        self._require(number not in self.open and number not in self.ended, event, "sent twice")
+        self.open[number] = event
+        if event["event"] == "multicast":
+            self._require(busy, event, "the client is not in training")
+            return
+        self._require(not busy, event, "the client is in training already")
+        self.training[event["client"]] = number
+        self._require(len(self.training) <= self.slots, event, f"only {self.slots} slots")
+
+    def _upload(self, event: Event) -> None:
+        sent = self._end(event)
+        self._free(event)
+        rounds, versions = self.round - sent["round"], self.version - sent["version"]
+        self._require(event["staleness"] == rounds, event, f"{rounds} rounds passed")
+        self._require(event["versions"] == versions, event, f"{versions} versions passed")
+        self.round += 1
+
+    def _end(self, event: Event, number: int | None = None) -> Event:
+        number = event["dispatch"] if number is None else number
+        self._require(number in self.open, event, f"dispatch {number} is not open")
+        sent = self.open.pop(number)
+        self._require(sent["client"] == event["client"], event, f"it went to {sent['client']}")
+        self.ended.add(number)
+        return sent
+
+    def _free(self, event: Event) -> None:
+        trained = self.training.pop(event["client"], None)
+        self._require(trained == event["dispatch"], event, f"the client trained {trained}")
+
+    def _require(self, holds: bool, event: Event, why: str) -> None:
+        if not holds:
+            raise InvariantError(f"{why}: {dict(event)}")

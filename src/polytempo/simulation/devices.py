@@ -1,0 +1,153 @@
+"""How long things take in the simulated world: local training, and messages.
+
+All times are virtual, in seconds, drawn from streams that are named by client and dispatch. They
+never depend on how long the simulation itself takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from polytempo.core.registry import Registry, options
+from polytempo.core.rng import rng
+
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+# -- devices: seconds of local training ---------------------------------------------------------
+
+
+@options
+class Devices:
+    """Base of the device models: `unit` seconds a sample, times the device's factor, times a
+    jitter of up to `jitter` drawn anew at each dispatch."""
+
+    unit: Positive = 0.001
+    jitter: Annotated[float, Field(ge=0)] = 0.1
+
+    def factors(self, clients: int, seed: int) -> Sequence[float]:
+        """How many times slower than the fastest each device is."""
+        return [1.0] * clients
+
+    def seconds(self, factor: float, work: float, stream: np.random.Generator) -> float:
+        """Duration of one local training of `work` samples on a device of that factor."""
+        return work * self.unit * factor * (1 + self.jitter * float(stream.random()))
+
+
+DEVICES: Registry[Devices] = Registry("device model")
+
+
+@DEVICES.register("equal")
+class Equal(Devices):
+    """All devices alike."""
+
+
+@DEVICES.register("two-speed")
+class TwoSpeed(Devices):
+    """A share `slow` of the devices, chosen at random, is `factor` times slower (PACE, CASA)."""
+
+    slow: Fraction = 0.3
+    factor: Positive = 5.0
+
+    def factors(self, clients: int, seed: int) -> Sequence[float]:
+        chosen = rng(seed, "devices").permutation(clients)[: round(self.slow * clients)]
+        factors = np.ones(clients)
+        factors[chosen] = self.factor
+        return [float(f) for f in factors]
+
+
+@DEVICES.register("severe")
+class Severe(TwoSpeed):
+    """30% of the devices are ten times slower (CASA's scenario B)."""
+
+    factor: Positive = 10.0
+
+
+@DEVICES.register("uniform")
+class Uniform(Devices):
+    """Factors uniform between `low` and `high` (CASA's scenario A)."""
+
+    low: Positive = 1.0
+    high: Positive = 5.0
+
+    def factors(self, clients: int, seed: int) -> Sequence[float]:
+        return [float(f) for f in rng(seed, "devices").uniform(self.low, self.high, clients)]
+
+
+@DEVICES.register("boards")
+class Boards(Devices):
+    """Jetson TX2, Jetson Nano and Raspberry Pi, as measured by CASA: 1, 1.8125 and 11.625."""
+
+    def factors(self, clients: int, seed: int) -> Sequence[float]:
+        return [float(f) for f in rng(seed, "devices").choice([1.0, 1.8125, 11.625], clients)]
+
+
+@DEVICES.register("exponential")
+class Exponential(Devices):
+    """Each training lasts Exponential(mean `beta`) seconds, whatever the work (ACE)."""
+
+    beta: Positive = 5.0
+
+    def seconds(self, factor: float, work: float, stream: np.random.Generator) -> float:
+        return float(stream.exponential(self.beta))
+
+
+# -- networks: seconds of a message -------------------------------------------------------------
+
+
+@options
+class Network:
+    """Base: messages take no time."""
+
+    def bandwidths(self, clients: int, seed: int) -> Sequence[float]:
+        """Bytes per second of each client's link, both ways."""
+        return [float("inf")] * clients
+
+
+NETWORKS: Registry[Network] = Registry("network")
+
+
+@NETWORKS.register("instant")
+class Instant(Network):
+    """Messages take no time."""
+
+
+@NETWORKS.register("uniform")
+class Links(Network):
+    """Each client's link has a bandwidth drawn uniformly between two values, in Mbit/s."""
+
+    low: Positive
+    high: Positive
+
+    def bandwidths(self, clients: int, seed: int) -> Sequence[float]:
+        drawn = rng(seed, "network").uniform(self.low, self.high, clients)
+        return [float(mbit) * 1e6 / 8 for mbit in drawn]
+
+
+@NETWORKS.register("wifi")
+class WiFi(Links):
+    """150 to 600 Mbit/s."""
+
+    low: Positive = 150.0
+    high: Positive = 600.0
+
+
+@NETWORKS.register("4g")
+class FourG(Links):
+    """20 to 100 Mbit/s."""
+
+    low: Positive = 20.0
+    high: Positive = 100.0
+
+
+@NETWORKS.register("5g")
+class FiveG(Links):
+    """50 to 1000 Mbit/s."""
+
+    low: Positive = 50.0
+    high: Positive = 1000.0

@@ -1,0 +1,160 @@
+"""Who is there in the simulated world, when, and which updates get lost or come late."""
+
+from __future__ import annotations
+
+import csv
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.registry import Registry, options
+from polytempo.core.rng import rng
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `time` on the client is there, or is not; `latency` replaces its training time."""
+
+    time: float
+    client: int
+    available: bool
+    latency: float | None = None
+    for_good: bool = False  # it leaves in the middle of its training and never comes back
+
+
+@options
+class Dropout:
+    """Base: everybody is always there and nothing is lost."""
+
+    def fate(self, stream: np.random.Generator) -> Literal["arrives", "lost"] | float:
+        """What becomes of one update: it arrives, is lost, or arrives later by this factor."""
+        return "arrives"
+
+    def changes(self, clients: int, seed: int) -> list[Change]:
+        """When clients leave and return."""
+        return []
+
+
+DROPOUTS: Registry[Dropout] = Registry("dropout model")
+
+
+@DROPOUTS.register("none")
+class Never(Dropout):
+    """Everybody is always there and nothing is lost."""
+
+
+@DROPOUTS.register("delay")
+class Delay(Dropout):
+    """With `probability`, a training takes `factor` times as long (the device was busy or away)."""
+
+    probability: Fraction = 0.1
+    factor: Annotated[float, Field(ge=1)] = 2.0
+
+    def fate(self, stream: np.random.Generator) -> Literal["arrives", "lost"] | float:
+        return self.factor if stream.random() < self.probability else "arrives"
+
+
+@DROPOUTS.register("drop")
+class Drop(Dropout):
+    """With `probability`, an update is lost; the server notices when it should have arrived."""
+
+    probability: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+    def fate(self, stream: np.random.Generator) -> Literal["arrives", "lost"] | float:
+        return "lost" if stream.random() < self.probability else "arrives"
+
+
+@DROPOUTS.register("leave")
+class Leave(Dropout):
+    """A `share` of the clients, chosen at random, vanishes for good at simulated time `at`."""
+
+    at: Annotated[float, Field(ge=0)]
+    share: Fraction = 0.3
+
+    def changes(self, clients: int, seed: int) -> list[Change]:
+        gone = rng(seed, "dropout").permutation(clients)[: round(self.share * clients)]
+        return [Change(self.at, int(client), False, for_good=True) for client in sorted(gone)]
+
+
+@DROPOUTS.register("trace")
+class Trace(Dropout):
+    """Availability from a CSV file with the columns `client,time,available` and, if wanted,
+    `latency`: the seconds that a training lasts from then on (empty: the device model's).
+
+    A client that becomes unavailable while it trains goes on, but its upload waits until it is
+    available again (for ever, if it never is). Clients not named in the file are always there.
+    """
+
+    path: str
+
+    @cached_property
+    def rows(self) -> list[Change]:
+        try:
+            with Path(self.path).open(newline="", encoding="utf8") as file:
+                reader = csv.DictReader(file)
+                missing = {"client", "time", "available"} - set(reader.fieldnames or ())
+                if missing:
+                    raise PolytempoError(
+                        f"trace {self.path}: no column {', '.join(sorted(missing))}; "
+                        "wanted: client,time,available and optionally latency"
+                    )
+                return [self._read(line, row) for line, row in enumerate(reader, start=2)]
+        except OSError as error:
+            raise PolytempoError(f"trace {self.path} cannot be read: {error.strerror}") from error
+
+    def _read(self, line: int, row: dict[str, str]) -> Change:
+        try:
+            available = {"1": True, "true": True, "0": False, "false": False}[
+                row["available"].strip().lower()
+            ]
+            given = (row.get("latency") or "").strip()
+            latency = float(given) if given else None
+            if latency is not None and not latency > 0:
+                raise ValueError("a training takes some time")
+            return Change(float(row["time"]), int(row["client"]), available, latency)
+        except (KeyError, ValueError) as error:
+            raise PolytempoError(
+                f"trace {self.path}, line {line}: cannot read {dict(row)}; wanted a client number, "
+                "a time in seconds, available 0 or 1, and a latency above 0 or nothing"
+            ) from error
+
+    def changes(self, clients: int, seed: int) -> list[Change]:
+        for change in self.rows:
+            if not 0 <= change.client < clients:
+                raise PolytempoError(
+                    f"trace {self.path} names client {change.client}; the federation has clients "
+                    f"0 to {clients - 1}"
+                )
+        return sorted(self.rows, key=lambda change: (change.time, change.client))
+
+
+class Timeline:
+    """Availability and latency of each client over time, from a list of changes."""
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        self._of: dict[int, list[Change]] = {}
+        for change in changes:
+            self._of.setdefault(change.client, []).append(change)
+
+    def at(self, client: int, time: float) -> Change | None:
+        """The last change of that client up to that time."""
+        changes = self._of.get(client, [])
+        index = bisect_right([change.time for change in changes], time)
+        return changes[index - 1] if index else None
+
+    def next_available(self, client: int, time: float) -> float:
+        """The earliest time, not before `time`, at which the client is there."""
+        now = self.at(client, time)
+        if now is None or now.available:
+            return time
+        later = (c.time for c in self._of[client] if c.time > time and c.available)
+        return next(later, float("inf"))

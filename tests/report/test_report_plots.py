@@ -1,0 +1,232 @@
+"""The plots are real, reproducible pictures of the data, and leave matplotlib as it was."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import polytempo.report
+from polytempo.core.errors import PolytempoError
+from polytempo.report import Curve, plot_accuracy, plot_graph, plot_labels, plot_staleness
+from polytempo.report.canvas import PALETTE
+from polytempo.report.curves import lanes, on_common_grid, spread
+from polytempo.report.maps import by_cluster, by_group, colour_top
+
+
+def curve(*accuracy, start=0.0, step=1.0, adapted=None):
+    count = len(accuracy)
+    times = [start + step * index for index in range(count)]
+    return Curve(times, list(range(count)), list(range(0, 2 * count, 2)), list(accuracy), adapted)
+
+
+def two_blocks(clients=12, seed=0):
+    draw = np.random.default_rng(seed)
+    groups = np.arange(clients) % 2
+    weights = (groups[:, None] == groups) * (0.5 + draw.random((clients, clients)))
+    return weights + np.eye(clients) * 9, groups
+
+
+def size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert data[-8:-4] == b"IEND"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+DRAW = {
+    "accuracy": (
+        lambda path: plot_accuracy({"pace": [curve(0.1, 0.5, 0.8, adapted=0.9)]}, path),
+        lambda path: plot_accuracy({"pace": [curve(0.1, 0.5, 0.7, adapted=0.9)]}, path),
+    ),
+    "adapted": (
+        lambda path: plot_accuracy({"pace": [curve(0.1, 0.8, adapted=0.9)]}, path),
+        lambda path: plot_accuracy({"pace": [curve(0.1, 0.8)]}, path),
+    ),
+    "seeds": (
+        lambda path: plot_accuracy({"a": [curve(0.1, 0.4), curve(0.1, 0.6)]}, path),
+        lambda path: plot_accuracy({"a": [curve(0.1, 0.3), curve(0.1, 0.7)]}, path),
+    ),
+    "staleness": (
+        lambda path: plot_staleness({0: 5, 3: 2, 9: 1}, path),
+        lambda path: plot_staleness({0: 5, 3: 3, 9: 1}, path),
+    ),
+    "graph": (
+        lambda path: plot_graph(two_blocks()[0], path),
+        lambda path: plot_graph(two_blocks(seed=1)[0], path),
+    ),
+    "graph with groups": (
+        lambda path: plot_graph(*two_blocks()[:1], path, two_blocks()[1]),
+        lambda path: plot_graph(*two_blocks()[:1], path),
+    ),
+    "labels": (
+        lambda path: plot_labels(np.eye(20, 10) * 5 + 1, path, title="a"),
+        lambda path: plot_labels(np.eye(20, 10) * 6 + 1, path, title="a"),
+    ),
+    "labels with groups": (
+        lambda path: plot_labels(np.eye(20, 10), path, np.arange(20) % 4),
+        lambda path: plot_labels(np.eye(20, 10), path, np.arange(20) % 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_a_plot_is_a_png_that_shows_the_data_and_nothing_else(name, tmp_path):
+    draw, draw_other = DRAW[name]
+    first, again, other = tmp_path / "a.png", tmp_path / "sub" / "b.png", tmp_path / "c.png"
+    assert draw(first) == first
+    assert draw(str(again)) == again
+    draw_other(other)
+    width, height = size(first)
+    assert 700 < width < 1300 and 400 < height < 1200
+    assert first.read_bytes() == again.read_bytes()
+    assert first.read_bytes() != other.read_bytes()
+
+
+def test_the_users_matplotlib_settings_neither_matter_nor_change(tmp_path):
+    import matplotlib
+
+    draw = DRAW["staleness"][0]
+    draw(tmp_path / "a.png")
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red"}):
+        draw(tmp_path / "b.png")
+        assert matplotlib.rcParams["font.size"] == 30
+        assert matplotlib.rcParams["axes.facecolor"] == "red"
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_vector_files_are_reproducible_too(suffix, begins, tmp_path):
+    files = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for file in files:
+        DRAW["accuracy"][0](file)
+    assert files[0].read_bytes().startswith(begins)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_right_end_of_a_long_label_stays_inside_the_picture(tmp_path):
+    from matplotlib.image import imread
+
+    labels = [f"a-rather-long-strategy-name-{index}" for index in range(6)]
+    runs = {label: [curve(0.1, 0.7, adapted=0.8)] for label in labels}
+    picture = imread(plot_accuracy(runs, tmp_path / "a.png"))
+    assert (picture[:, -2:, :3] == 1).all()
+    assert not (picture[:, -60:, :3] == 1).all()
+
+
+def test_large_and_tiny_data_can_be_drawn(tmp_path):
+    draw = np.random.default_rng(0)
+    many = {f"s{index}": [curve(0.1, draw.random())] for index in range(33)}
+    assert size(plot_accuracy(many, tmp_path / "many.png", x="messages"))[1] > 700
+    size(plot_accuracy({"one": [curve(0.5)]}, tmp_path / "one.png", x="rounds"))
+    size(plot_staleness({0: 1}, tmp_path / "zero.png"))
+    size(plot_staleness({5000: 1, 3: 2}, tmp_path / "far.png"))
+    size(plot_labels(draw.integers(0, 9, (100, 47)), tmp_path / "labels.png", np.arange(100) % 30))
+    size(plot_labels(np.zeros((3, 2)), tmp_path / "empty.png"))
+    for clients in (1, 2, 100):
+        size(plot_graph(draw.random((clients, clients)), tmp_path / "graph.png"))
+    size(plot_graph(np.eye(5), tmp_path / "alone.png"))
+
+
+def test_an_accuracy_holds_until_the_next_evaluation_of_the_same_seed():
+    runs = [curve(0.1, 0.5, step=2.0), curve(0.2, 0.4, 0.6, start=1.0, step=3.0)]
+    grid, values = on_common_grid(runs, "time")
+    assert grid.tolist() == [1.0, 2.0, 4.0, 7.0]
+    assert values.tolist() == [[0.1, 0.5, 0.5, 0.5], [0.2, 0.2, 0.4, 0.6]]
+
+
+def test_labels_are_spread_apart_in_order_and_no_further_than_needed():
+    placed = spread([0.5, 0.9, 0.52, 0.1], 0.1, 0.0, 1.0)
+    assert placed == pytest.approx([0.46, 0.9, 0.56, 0.1])
+    assert spread([0.99, 1.0], 0.1, 0.0, 1.0) == pytest.approx([0.9, 1.0])
+    assert spread([0.5] * 5, 1.0, 0.0, 1.0) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+
+
+def test_diamonds_that_would_touch_get_lanes_of_their_own():
+    assert lanes([0.5, 0.51, 0.52, 0.9, 0.535], 0.02) == [0, 1, 0, 0, 1]
+    assert lanes([], 0.1) == []
+
+
+def test_clustering_puts_clients_that_work_together_side_by_side():
+    weights, groups = two_blocks(20)
+    in_order = groups[by_cluster(weights)]
+    assert np.count_nonzero(np.diff(in_order)) == 1
+    assert np.count_nonzero(np.diff(groups)) == 19
+
+
+def test_groups_keep_the_clients_order_inside():
+    assert by_group(np.array([1, 0, 1, 0]), 4).tolist() == [1, 3, 0, 2]
+
+
+def test_the_colour_scale_follows_the_weights_between_clients():
+    assert colour_top(np.arange(101.0)) == (99.0, "99th percentile")
+    assert colour_top(np.array([0.0] * 500 + [0.25])) == (0.25, "maximum")
+    assert colour_top(np.zeros(6)) == (1.0, "maximum")
+
+
+def test_every_colour_stands_out_on_white():
+    def luminance(colour):
+        parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    assert len(set(PALETTE)) == len(PALETTE)
+    assert min(1.05 / (luminance(colour) + 0.05) for colour in PALETTE) >= 3
+
+
+@pytest.mark.parametrize(
+    ("draw", "says"),
+    [
+        (lambda path: plot_accuracy({}, path), "no curves"),
+        (lambda path: plot_accuracy({"pace": []}, path), "pace"),
+        (lambda path: plot_accuracy({"a": [curve(0.1)]}, path, x="tme"), "did you mean 'time'"),
+        (lambda path: plot_accuracy({"a": [curve(0.1)]}, path.with_suffix(".doc")), ".png"),
+        (lambda path: Curve([1.0], [1, 2], [1], [0.5]), "1, 2, 1, 1"),
+        (lambda path: Curve([], [], [], []), "at least one"),
+        (lambda path: plot_staleness({}, path), "no staleness"),
+        (lambda path: plot_staleness({3: 0}, path), "no staleness"),
+        (lambda path: plot_graph(np.zeros((2, 3)), path), r"\(2, 3\)"),
+        (lambda path: plot_graph(np.full((2, 2), np.nan), path), "not finite"),
+        (lambda path: plot_graph(np.eye(3), path, [0, 1]), "3 clients"),
+        (lambda path: plot_labels(np.zeros(3), path), r"\(3,\)"),
+        (lambda path: plot_labels(-np.ones((3, 2)), path), "negative"),
+        (lambda path: plot_labels(np.ones((3, 2)), path, [1]), "3 clients"),
+    ],
+)
+def test_what_cannot_be_drawn_is_a_one_line_error(draw, says, tmp_path):
+    with pytest.raises(PolytempoError, match=says) as error:
+        draw(tmp_path / "a.png")
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["accuracy", "staleness", "graph", "labels"])
+def test_without_matplotlib_the_error_says_what_to_install(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PolytempoError) as error:
+        DRAW[name][0](tmp_path / "a.png")
+    assert 'pip install "polytempo[plots]"' in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_importing_the_report_does_not_import_matplotlib_nor_drawing_pyplot(tmp_path):
+    code = (
+        "import sys, polytempo.report as r\n"
+        "print('matplotlib' in sys.modules)\n"
+        f"r.plot_staleness({{1: 2}}, {str(tmp_path / 'a.png')!r})\n"
+        "print('matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(polytempo.report.__file__).parents[2])},
+    )
+    assert done.stdout.split() == ["False", "True", "False"]
