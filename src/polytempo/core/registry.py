@@ -30,11 +30,15 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 
-@dataclass_transform(kw_only_default=False, field_specifiers=(dataclasses.field, pydantic.Field))
-def options(cls: C) -> C:
-    """Make `cls` a dataclass whose fields are checked, and which refuses unknown options."""
-    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    return cast(C, pydantic_dataclass(config=config)(cls))
+@dataclass_transform(field_specifiers=(dataclasses.field, pydantic.Field))
+class Options:
+    """Base of everything that has options: its subclasses are dataclasses whose fields are checked
+    and which refuse what they do not know."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        pydantic_dataclass(config=config)(cls)  # completes the class in place
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -74,13 +78,12 @@ class Registry(Generic[T]):
         self._known: dict[str, Callable[..., T]] = {}
 
     def register(self, name: str) -> Callable[[C], C]:
-        """Class decorator: make the class an options dataclass, known by `name`."""
+        """Class decorator: make the class known by `name`."""
 
         def add(cls: C) -> C:
-            made = options(cls)
-            made.name = name  # type: ignore[attr-defined]
-            self._known[name] = made
-            return made
+            cls.name = name  # type: ignore[attr-defined]
+            self._known[name] = cls
+            return cls
 
         return add
 

@@ -39,7 +39,8 @@ def load_state(path: str | os.PathLike[str]) -> State:
     try:
         with safe_open(str(path), framework="pt") as file:
             skeleton = json.loads((file.metadata() or {})["state"])
-            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            # Copied, because a sum over memory of another alignment may differ in its last bit.
+            arrays = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise PolytempoError(f"there is no checkpoint {path}; start the run anew") from error
     except (SafetensorError, KeyError, ValueError) as error:

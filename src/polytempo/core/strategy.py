@@ -36,7 +36,7 @@ from torch import Tensor
 
 from polytempo.core.bank import FloatArray
 from polytempo.core.messages import InFlight, Staleness, Update
-from polytempo.core.registry import Registry, options
+from polytempo.core.registry import Options, Registry
 from polytempo.core.state import State
 from polytempo.core.task import Task
 
@@ -62,15 +62,14 @@ class Context:
         return np.asarray(sizes / sizes.sum(), dtype=np.float64)
 
 
-@options
-class Strategy:
+class Strategy(Options):
     """Base of all strategies. Override `setup`, `model_for`, `fold`; the rest has defaults."""
 
     name: ClassVar[str]
     family: ClassVar[str] = "own"
     paper: ClassVar[str] = ""
     refill: ClassVar[Refill] = "idle"  # who is started when a slot falls free, unless overridden
-    all_slots: ClassVar[bool] = False  # by default every client trains at once
+    all_slots: ClassVar[bool] = False  # every client trains all the time, unless refill is set
     single_model: ClassVar[bool] = False  # everybody is handed the same model
     communicates: ClassVar[bool] = True  # False: nothing travels (local training alone)
     state: ClassVar[tuple[str, ...]] = ()  # attributes that change from update to update

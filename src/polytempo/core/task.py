@@ -15,13 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.registry import options
+from polytempo.core.registry import Options
 
 Measure = Literal["cosine", "inner", "l1", "l2"]
 
 
-@options
-class Plain:
+class Plain(Options):
     """The local loss alone."""
 
     kind: Literal["plain"] = "plain"
@@ -30,8 +29,7 @@ class Plain:
         """Nothing to add."""
 
 
-@options
-class Proximal:
+class Proximal(Options):
     """`(mu/2) ||theta - anchor||^2` (FedProx). `power=1` is the unsquared `mu ||theta - anchor||`
     of some public implementations, for replication only."""
 
@@ -47,8 +45,7 @@ class Proximal:
             grad.add_(away, alpha=self.mu / max(float(away.norm()), 1e-12))
 
 
-@options
-class Pull:
+class Pull(Options):
     """`strength * s(theta, anchor)`, with `s` a dissimilarity (PACE Eq. 4): a pull towards the
     received model. A negative strength pushes away, as pFedGraph's public code does.
 
@@ -82,8 +79,7 @@ class Pull:
 Objective = Annotated[Plain | Proximal | Pull, Field(discriminator="kind")]
 
 
-@options
-class Task:
+class Task(Options):
     """Local training by SGD. `steps`, where given, replaces `epochs`.
 
     `upload` says what comes back: the trained model, its difference from the received one

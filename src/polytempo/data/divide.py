@@ -70,7 +70,9 @@ def to_tensor(
         seen = (text for part in train for text in texts[part])
         vocabulary = build_vocabulary(seen, pool.vocabulary)
         return torch.from_numpy(encode(texts, vocabulary, pool.length)), len(vocabulary) + 2
-    tensor = torch.from_numpy(np.ascontiguousarray(x))
+    # A copy in torch's own memory, which is aligned: sums over other alignments may differ in
+    # their last bit, and so would two runs.
+    tensor = torch.from_numpy(np.ascontiguousarray(x)).clone()
     return tensor, int(tensor.max()) + 1 if tensor.dtype == torch.int64 else None
 
 

@@ -26,7 +26,7 @@ from polytempo.data.partition import PARTITIONS, Array, Natural, Partitioner
 from polytempo.data.pool import Pool, features, labels
 from polytempo.data.shift import SHIFTS, Shift
 from polytempo.data.source import Request
-from polytempo.data.sources import open_pool
+from polytempo.data.sources import is_path, open_pool
 
 PartitionSpec = str | Mapping[str, Any] | Partitioner
 ShiftSpec = str | Mapping[str, Any] | Shift
@@ -119,8 +119,10 @@ class Federation:
         limit: use only that many samples, drawn at random.
         """
         pool = open_pool(name, Request(data_dir, clients, seed))
-        spec = spell(dict(name)) if isinstance(name, Mapping) else str(name)
-        title = pool.name if isinstance(name, Path) or spec.endswith(".npz") else spec
+        if isinstance(name, Mapping):
+            title = spell(name)
+        else:
+            title = pool.name if is_path(name) else str(name)
         return cls._divide(pool, title, clients, partition, shift, test_fraction, seed, limit)
 
     @classmethod

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.registry import Options
 from polytempo.data.pool import Pool, features, labels
 from polytempo.data.source import SOURCES, Request
 
@@ -22,7 +23,7 @@ TEXTS = ("text", "content", "sentence", "document", "review", "body")
 
 
 @SOURCES.register("hub")
-class Hub:
+class Hub(Options):
     """All splits of a data set of the hub, pooled.
 
     image, text, columns: what the samples are made of (one column of images, one of texts, or

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.registry import Registry
+from polytempo.core.registry import Options, Registry
 
 Array = NDArray[Any]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -142,7 +142,7 @@ def _least(given: int | None, usual: int, samples: int, clients: int) -> int:
 
 
 @PARTITIONS.register("iid")
-class IID:
+class IID(Options):
     """Every client a random sample of the same size."""
 
     def __call__(
@@ -154,7 +154,7 @@ class IID:
 
 
 @PARTITIONS.register("dirichlet")
-class Dirichlet:
+class Dirichlet(Options):
     """Label skew: each label is divided among the clients by a draw from Dirichlet(alpha).
 
     alpha: small is more skewed (0.1 in most papers).
@@ -183,7 +183,7 @@ class Dirichlet:
 
 
 @PARTITIONS.register("pathological")
-class Pathological:
+class Pathological(Options):
     """Each client holds only a few labels (#C in the papers), all in equal parts.
 
     labels: labels per client.
@@ -250,7 +250,7 @@ class Pathological:
 
 
 @PARTITIONS.register("label-groups")
-class LabelGroups:
+class LabelGroups(Options):
     """CASA's label skew: groups of clients, each with labels of its own.
 
     proportions: the groups' shares, of the clients and of the labels alike.
@@ -295,7 +295,7 @@ class LabelGroups:
 
 
 @PARTITIONS.register("natural")
-class Natural:
+class Natural(Options):
     """One client per user of the data set; with fewer clients, that many users drawn at random."""
 
     def __call__(
@@ -318,7 +318,7 @@ class Natural:
 
 
 @PARTITIONS.register("quantity")
-class Quantity:
+class Quantity(Options):
     """Quantity skew: the same mixture of labels for all, sizes lognormal.
 
     sigma: spread of the logarithm of the sizes; 0 is all equal.

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.registry import Registry
+from polytempo.core.registry import Options, Registry
 
 Angle = Annotated[float, Field(allow_inf_nan=False)]
 Angles = Annotated[tuple[Angle, ...], Field(min_length=1)]
@@ -55,7 +55,7 @@ def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @SHIFTS.register("rotation")
-class Rotation:
+class Rotation(Options):
     """Images rotated by the angle of the client's group (degrees, counter-clockwise).
 
     Multiples of 90 are exact; other angles are interpolated, with black corners.
@@ -82,7 +82,7 @@ class Rotation:
 
 
 @SHIFTS.register("noise")
-class Noise:
+class Noise(Options):
     """Gaussian noise whose standard deviation is the level of the client's group.
 
     For uint8 images the level is on the scale 0..1 of pixel values, and the result is clipped.

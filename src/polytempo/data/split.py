@@ -32,7 +32,8 @@ def split(y: Array, test_fraction: float, rng: np.random.Generator) -> tuple[Arr
     take = np.minimum(np.floor(quota).astype(np.int64), counts - 1)
     wanted = max(1, int(np.floor(quota.sum() + 0.5)))
     order = np.lexsort((rng.random(len(labels)), take - quota))
-    order = order[take[order] < counts[order] - 1]
+    # What a label cannot give without giving all is not made up by labels whose quota is whole.
+    order = order[((take < counts - 1) & (take < quota))[order]]
     take[order[: max(0, wanted - int(take.sum()))]] += 1
     chosen = [
         rng.choice(np.flatnonzero(y == label), size, replace=False)

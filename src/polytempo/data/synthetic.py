@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.registry import Options
 from polytempo.core.rng import rng
 from polytempo.data.partition import Array, even_groups
 from polytempo.data.pool import Pool
@@ -17,7 +18,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @SOURCES.register("synthetic")
-class Synthetic:
+class Synthetic(Options):
     """Each class is a Gaussian around a random prototype; each client belongs to one group.
 
     groups: number of groups, even in size, spread at random over the client ids.

@@ -75,7 +75,8 @@ class RunConfig(BaseModel):
         None, description="end the run at this simulated time, if that is earlier (seconds)"
     )
     slots: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="clients that train at once (a tenth of them, at least 4)"
+        None,
+        description="clients that train at once (a tenth of them, at least 4; standalone: all)",
     )
     refill: Refill | None = Field(
         None, description="who is started when a slot falls free (the strategy's own choice)"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from torch import nn
 
+from polytempo.core.registry import Options
 from polytempo.models.spec import MODELS, Inputs, require_image, require_numbers
 
 
@@ -47,7 +48,7 @@ def _convolutional(
 
 
 @MODELS.register("linear")
-class Linear:
+class Linear(Options):
     """Multinomial logistic regression on the flattened sample."""
 
     def build(self, inputs: Inputs) -> nn.Module:
@@ -56,7 +57,7 @@ class Linear:
 
 
 @MODELS.register("mlp")
-class MLP:
+class MLP(Options):
     """Fully connected layers on the flattened sample (900-300-5 for windows of sensor data).
 
     hidden: the widths of the hidden layers
@@ -71,7 +72,7 @@ class MLP:
 
 
 @MODELS.register("lenet")
-class LeNet:
+class LeNet(Options):
     """LeNet as in pFedGraph: 6 and 16 filters, then 120 and 84 units (62,006 on CIFAR-10)."""
 
     def build(self, inputs: Inputs) -> nn.Module:
@@ -79,7 +80,7 @@ class LeNet:
 
 
 @MODELS.register("cnn64")
-class CNN64:
+class CNN64(Options):
     """The CNN of AFL-Lib: twice 64 filters, then 120 and 64 units (307,842 on CIFAR-10)."""
 
     def build(self, inputs: Inputs) -> nn.Module:

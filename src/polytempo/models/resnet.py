@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from polytempo.core.registry import Options
 from polytempo.models.spec import MODELS, Inputs, require_image
 
 Norm = Callable[[int], nn.Module]
@@ -34,7 +35,7 @@ class _Block(nn.Module):
 
 
 @MODELS.register("resnet18")
-class ResNet18:
+class ResNet18(Options):
     """ResNet-18 for small images: a 3x3 stem without pooling, as is usual on CIFAR.
 
     norm:   "group" by default, because it has no running statistics: those of "batch" are averages

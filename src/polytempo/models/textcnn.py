@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.registry import Options
 from polytempo.models.feedforward import Widths
 from polytempo.models.spec import MODELS, Inputs
 
@@ -37,7 +38,7 @@ class _TextCNN(nn.Module):
 
 
 @MODELS.register("textcnn")
-class TextCNN:
+class TextCNN(Options):
     """Convolutions over word embeddings, each maximised over time (6.4 M for 32,000 words).
 
     embedding: size of a word's vector

@@ -15,9 +15,10 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 
 INK, QUIET, GRID = "#1f2328", "#59636e", "#e4e7eb"
-# After Okabe and Ito's colours for all kinds of colour vision, darkened to stand out on white.
-PALETTE = ("#0072b2", "#c44e00", "#00785a", "#b0478b", "#1f2328", "#9a7400", "#2f8fce", "#6a4fa3")
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+# Chosen to differ from each other for every kind of colour vision, and to stand out on white. Lines
+# beyond the sixth repeat the colours with other dashes.
+PALETTE = ("#0072b2", "#c44e00", "#5b8f4a", "#d0609a", "#1f2328", "#662211")
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (9, 3)))
 
 _STYLE = {
     "font.size": 10.0,

@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from polytempo.core.registry import Registry, options
+from polytempo.core.registry import Options, Registry
 from polytempo.core.rng import rng
 
 Positive = Annotated[float, Field(gt=0)]
@@ -22,8 +22,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 # -- devices: seconds of local training ---------------------------------------------------------
 
 
-@options
-class Devices:
+class Devices(Options):
     """Base of the device models: `unit` seconds a sample, times the device's factor, times a
     jitter of up to `jitter` drawn anew at each dispatch."""
 
@@ -100,8 +99,7 @@ class Exponential(Devices):
 # -- networks: seconds of a message -------------------------------------------------------------
 
 
-@options
-class Network:
+class Network(Options):
     """Base: messages take no time."""
 
     def bandwidths(self, clients: int, seed: int) -> Sequence[float]:

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.registry import Registry, options
+from polytempo.core.registry import Options, Registry
 from polytempo.core.rng import rng
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -31,8 +31,7 @@ class Change:
     for_good: bool = False  # it leaves in the middle of its training and never comes back
 
 
-@options
-class Dropout:
+class Dropout(Options):
     """Base: everybody is always there and nothing is lost."""
 
     def fate(self, stream: np.random.Generator) -> Literal["arrives", "lost"] | float:

@@ -18,10 +18,11 @@ def over_clients(scores: Sequence[Score]) -> dict[str, float]:
     """Accuracy over clients: plain mean, mean over all test samples, spread, worst tenth.
 
     `accuracy_weighted` counts every test sample once: for methods with a single model it is the
-    accuracy on the pooled test set.
+    accuracy on the pooled test set. Clients without test samples do not count.
     """
-    correct = np.array([score.correct for score in scores], dtype=np.float64)
-    total = np.array([score.total for score in scores], dtype=np.float64)
+    tested = [score for score in scores if score.total]  # a client of one sample has no test split
+    correct = np.array([score.correct for score in tested], dtype=np.float64)
+    total = np.array([score.total for score in tested], dtype=np.float64)
     each = correct / total
     worst = np.sort(each)[: max(1, len(each) // 10)]
     return {
@@ -29,7 +30,7 @@ def over_clients(scores: Sequence[Score]) -> dict[str, float]:
         "accuracy_weighted": float(correct.sum() / total.sum()),
         "accuracy_std": float(each.std()),
         "accuracy_worst10": float(worst.mean()),
-        "loss": float(sum(score.loss for score in scores) / total.sum()),
+        "loss": float(sum(score.loss for score in tested) / total.sum()),
     }
 
 

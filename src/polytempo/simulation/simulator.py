@@ -104,9 +104,10 @@ class Simulator:
         self.adapt_always = adapt_always
 
         context = Context(trainer.space.read(), federation.samples, task or Task(), seed)
-        if slots is None:
-            tenth = max(4, math.ceil(clients / 10))
-            slots = clients if strategy.all_slots else min(clients, tenth)
+        if strategy.all_slots and refill is None:
+            slots = clients
+        elif slots is None:
+            slots = min(clients, max(4, math.ceil(clients / 10)))
         self.server = Server(strategy, context, slots=slots, refill=refill)
         self.devices = devices or TwoSpeed()
         self.dropout = dropout or Never()

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from polytempo.core.bank import FloatArray, ModelBank
 from polytempo.core.messages import Staleness, Update
-from polytempo.core.registry import options
 from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
 from polytempo.core.task import Measure, Pull, Task
 from polytempo.strategies.graph import collaboration_row
 
 
-@options
 class GraphStrategy(Strategy):
     """What methods with a collaboration graph share: a model per client and the matrix W.
 

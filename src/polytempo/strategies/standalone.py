@@ -15,8 +15,10 @@ from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
 class Standalone(Strategy):
     """Local training alone: no collaboration, no communication.
 
-    Use it beside every comparison. All clients train at once, each from its own last model; a
-    client's k-th local round ends at k times its latency.
+    Use it beside every comparison. All clients train at once, each from its own last model,
+    whatever the number of slots; a client's k-th local round ends at k times its latency, so fast
+    clients train more often. Set the refill to "idle" to give it the slots, and each client as
+    many trainings, as a method with a server has.
     """
 
     family: ClassVar[str] = "baseline"

@@ -1,0 +1,389 @@
+"""What the simulated world means: latencies, multicast, urgent requests, losses, traces."""
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Update
+from polytempo.local import Job, Serial, Trainer
+from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
+from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
+from polytempo.strategies import PACE, FedAsync, FedAvg, Standalone
+
+TASK = Task(epochs=2, batch_size=4, lr=0.05)
+
+
+def module() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(12, 4)
+
+
+class Recorder(Serial):
+    """Trains as `Serial` does and remembers what was asked of it."""
+
+    def __init__(self, fed: Federation, seed: int = 0) -> None:
+        super().__init__(Trainer(module(), fed, seed))
+        self.jobs: list[Job] = []
+
+    def train(self, jobs):
+        self.jobs += jobs
+        return super().train(jobs)
+
+
+def make(fed: Federation, strategy: Strategy, **options) -> tuple[Simulator, list[dict]]:
+    defaults = {"task": TASK, "adapt_epochs": 0, "eval_every": 10_000, "check": True}
+    simulator = Simulator(fed, module(), strategy, **(defaults | options))
+    log: list[dict] = []
+    simulator.observers.append(log.append)
+    return simulator, log
+
+
+def of_kind(log, *kinds):
+    return [event for event in log if event["event"] in kinds]
+
+
+class Scripted(FedAsync):
+    """Sends a multicast or an urgent request to chosen clients after chosen rounds."""
+
+    multicast_after: ClassVar[dict[int, list[int]]] = {}
+    stop_after: ClassVar[dict[int, list[int]]] = {}
+    seen: ClassVar[int] = 0
+
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        type(self).seen += 1
+        return super().fold(update, staleness)
+
+    def refresh(self, in_flight):
+        wanted = self.multicast_after.get(type(self).seen, [])
+        return [f.client for f in in_flight if f.client in wanted]
+
+    def urgent(self, in_flight):
+        wanted = self.stop_after.get(type(self).seen, [])
+        return [f.client for f in in_flight if f.client in wanted]
+
+
+def scripted(multicast=None, stop=None) -> Scripted:
+    kind = type("Script", (Scripted,), {})
+    kind.multicast_after, kind.stop_after, kind.seen = multicast or {}, stop or {}, 0
+    return kind(rho=0)
+
+
+class Fixed(Devices):
+    """Training takes a known time for each client."""
+
+    durations: ClassVar[list[float]] = []
+
+    def factors(self, clients, seed):
+        return self.durations[:clients]
+
+    def seconds(self, factor, work, stream):
+        return factor
+
+
+def fixed(*durations: float) -> Fixed:
+    return type("Known", (Fixed,), {"durations": list(durations)})()
+
+
+# -- the clock ----------------------------------------------------------------------------------
+
+
+def test_arrivals_come_when_their_training_ends(small):
+    simulator, log = make(small, Standalone(), devices=fixed(3, 5, 7, 100, 100, 100, 100, 100))
+    simulator.run(6)
+    uploads = [(event["time"], event["client"]) for event in of_kind(log, "upload")]
+    assert uploads == [(3, 0), (5, 1), (6, 0), (7, 2), (9, 0), (10, 1)]
+
+
+def test_equal_times_are_taken_in_the_order_of_dispatch(small):
+    simulator, log = make(small, FedAsync(), devices=fixed(*[2.0] * 8), slots=8)
+    simulator.run(8)
+    sent = [event["client"] for event in of_kind(log, "dispatch")][:8]
+    assert [event["client"] for event in of_kind(log, "upload")] == sent
+    assert {event["time"] for event in of_kind(log, "upload")} == {2.0}
+
+
+def test_latency_is_proportional_to_samples_epochs_and_device_factor(small):
+    devices = TwoSpeed(unit=0.01, jitter=0.0, slow=0.5, factor=3.0)
+    simulator, log = make(small, Standalone(), devices=devices)
+    simulator.run(30)
+    first = {}
+    for event in of_kind(log, "upload"):
+        first.setdefault(event["client"], event["time"])
+    factors = devices.factors(8, 0)
+    for client, time in first.items():
+        assert time == pytest.approx(2 * small.samples[client] * 0.01 * factors[client])
+    assert sorted(factors) == [1.0] * 4 + [3.0] * 4
+
+
+def test_messages_take_bytes_over_bandwidth_each_way(small):
+    bytes_each = 4 * (12 * 4 + 4)
+    network = Links(low=8e-6 * 100, high=8e-6 * 100)  # 100 bytes a second
+    simulator, log = make(small, FedAvg(), devices=fixed(*[1.0] * 8), network=network, slots=2)
+    simulator.run(2)
+    for event in of_kind(log, "upload"):
+        assert event["time"] == pytest.approx(1 + 2 * bytes_each / 100)
+
+
+def test_a_synchronous_round_lasts_as_long_as_its_slowest_client(small):
+    durations = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    simulator, log = make(small, FedAvg(), devices=fixed(*durations), slots=3)
+    simulator.run(9)
+    start, version = 0.0, 0
+    uploads = of_kind(log, "upload")
+    for k in range(3):
+        cohort = uploads[3 * k : 3 * k + 3]
+        ends = [start + durations[event["client"]] for event in cohort]
+        assert [event["time"] for event in cohort] == pytest.approx(ends)
+        assert [event["version"] for event in cohort] == [version, version, version + 1]
+        start, version = max(ends), version + 1
+
+
+def test_mean_staleness_is_slots_minus_one(small):
+    simulator, _ = make(small, FedAsync(), devices=Equal(), slots=5)
+    simulator.run(400)
+    total = sum(k * v for k, v in simulator.staleness.items())
+    assert total / 400 == pytest.approx(4, abs=0.1)
+
+
+def test_exponential_latencies_are_redrawn_at_each_dispatch(small):
+    simulator, log = make(small, Standalone(), devices=Exponential(beta=3.0))
+    simulator.run(600)
+    sent, durations = {}, []
+    for event in log:
+        if event["event"] == "dispatch":
+            sent[event["dispatch"]] = event["time"]
+        elif event["event"] == "upload":
+            durations.append(event["time"] - sent[event["dispatch"]])
+    assert len(set(durations)) == 600
+    assert np.mean(durations) == pytest.approx(3.0, rel=0.15)
+
+
+# -- lazy training, multicast, urgent requests --------------------------------------------------
+
+
+def test_a_result_is_what_its_job_says_whenever_it_is_trained(small):
+    recorder = Recorder(small)
+    simulator, _ = make(small, PACE(omega=15), devices=TwoSpeed(factor=9.0), backend=recorder)
+    uploads = []
+    fold = simulator.strategy.fold
+    simulator.strategy.fold = lambda u, s: (uploads.append(u.vector.clone()), fold(u, s))[1]
+    simulator.run(60)
+    again = Serial(Trainer(module(), small, 0)).train(list(reversed(recorder.jobs)))[::-1]
+    assert any(job.first_step for job in recorder.jobs)
+    for vector, repeat in zip(uploads, again, strict=True):
+        assert torch.equal(vector, repeat)
+
+
+def test_multicast_swaps_the_model_in_and_keeps_the_steps_left(small):
+    """Client 1 needs 10 s; at 3 s client 0 uploads, which triggers a multicast to client 1."""
+    recorder = Recorder(small)
+    strategy = scripted(multicast={1: [1]})
+    durations = fixed(3, 10, 50, 50, 50, 50, 50, 50)
+    simulator, log = make(small, strategy, devices=durations, slots=8, backend=recorder)
+    fresh = {}
+    simulator.observers.append(
+        lambda e: (
+            fresh.setdefault("model", strategy.model_for(1).clone())
+            if e["event"] == "multicast"
+            else None
+        )
+    )
+    simulator.run(5)
+    [sent] = of_kind(log, "multicast")
+    [restart] = of_kind(log, "restart")
+    total = TASK.total_steps(small.samples[1])
+    assert restart["time"] == sent["time"] == 3
+    assert restart["step"] == math.ceil(0.3 * total)
+    [upload] = [e for e in of_kind(log, "upload") if e["client"] == 1]
+    assert upload["time"] == 10  # the schedule is unchanged
+    assert upload["dispatch"] == sent["dispatch"]
+    assert upload["staleness"] == upload["round"] - 1 - sent["round"]
+    [job] = [job for job in recorder.jobs if job.client == 1]
+    assert job.first_step == restart["step"]
+    assert torch.equal(job.params, fresh["model"])
+
+
+def test_a_multicast_too_late_is_missed_and_the_older_dispatch_answered(small):
+    """The multicast needs 2.08 s on the wire; client 1 has finished by then."""
+    network = Links(low=8e-6 * 100, high=8e-6 * 100)
+    strategy = scripted(multicast={1: [1]})
+    durations = fixed(3, 5, 50, 50, 50, 50, 50, 50)
+    simulator, log = make(small, strategy, devices=durations, slots=8, network=network)
+    simulator.run(3)
+    [sent] = of_kind(log, "multicast")
+    [upload] = [e for e in of_kind(log, "upload") if e["client"] == 1]
+    [missed] = of_kind(log, "missed")
+    assert missed["dispatch"] == sent["dispatch"] > upload["dispatch"]
+    assert not of_kind(log, "restart")
+    assert upload["staleness"] == 1  # counted from the dispatch that it answers
+
+
+def test_an_urgent_request_ends_training_at_the_next_epoch(small):
+    recorder = Recorder(small)
+    task = replace(TASK, epochs=5)
+    strategy = scripted(stop={1: [1]})
+    durations = fixed(3, 10, 50, 50, 50, 50, 50, 50)
+    simulator, log = make(small, strategy, devices=durations, slots=8, backend=recorder, task=task)
+    simulator.run(3)
+    [upload] = [e for e in of_kind(log, "upload") if e["client"] == 1]
+    assert upload["time"] == pytest.approx(4.0)  # 2 of 5 epochs
+    [job] = [job for job in recorder.jobs if job.client == 1]
+    assert job.last_step == 2 * task.batches(small.samples[1])
+    assert len(of_kind(log, "urgent")) == 1
+
+
+def test_an_urgent_request_in_the_last_epoch_changes_nothing(small):
+    strategy = scripted(stop={1: [1]})
+    durations = fixed(9, 10, 50, 50, 50, 50, 50, 50)
+    simulator, log = make(small, strategy, devices=durations, slots=8)
+    simulator.run(2)
+    assert [e["time"] for e in of_kind(log, "upload")] == [9, 10]
+
+
+# -- losses -------------------------------------------------------------------------------------
+
+
+def test_a_lost_update_frees_its_slot_and_is_never_folded(small):
+    simulator, log = make(small, FedAsync(), dropout=Drop(probability=0.4), slots=3)
+    simulator.run(60)
+    drops = of_kind(log, "drop")
+    assert 20 <= len(drops) <= 70
+    lost = {event["dispatch"] for event in drops}
+    assert not lost & {event["dispatch"] for event in of_kind(log, "upload")}
+    assert simulator.server.round == 60
+
+
+def test_synchronous_rounds_survive_losses(small):
+    simulator, log = make(small, FedAvg(), dropout=Drop(probability=0.5), slots=4)
+    simulator.run(40)
+    assert of_kind(log, "drop")
+    assert simulator.server.round == 40
+
+
+def test_delays_lengthen_training(small):
+    plain, log = make(small, Standalone(), devices=fixed(*[2.0] * 8))
+    late, late_log = make(
+        small, Standalone(), devices=fixed(*[2.0] * 8), dropout=Delay(probability=0.5, factor=4.0)
+    )
+    plain.run(8)
+    late.run(8)
+    assert {e["time"] for e in of_kind(log, "upload")} == {2.0}
+    assert {e["time"] for e in of_kind(late_log, "upload")} > {2.0}
+    assert {e["time"] for e in of_kind(late_log, "upload")} <= {2.0, 4.0, 6.0, 8.0}
+
+
+def test_who_leaves_for_good_never_comes_back(small):
+    simulator, log = make(small, FedAsync(), dropout=Leave(at=0.5, share=0.5), slots=6)
+    simulator.run(80)
+    gone = {event["client"] for event in of_kind(log, "leave")}
+    assert len(gone) == 4
+    after = [e for e in of_kind(log, "upload", "dispatch") if e["time"] > 0.5]
+    assert after
+    assert not gone & {event["client"] for event in after}
+    assert of_kind(log, "drop")
+
+
+def test_a_run_without_anybody_left_ends_early(small):
+    simulator, _ = make(small, FedAsync(), dropout=Leave(at=0.2, share=1.0))
+    assert simulator.run(10_000) is True
+    assert simulator.server.round < 100
+
+
+def test_an_upload_waits_until_its_client_is_back(small, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("client,time,available,latency\n0,1,0,\n0,20,1,4\n")
+    simulator, log = make(
+        small, Standalone(), devices=fixed(*[3.0] * 8), dropout=Trace(path=str(path))
+    )
+    simulator.run(60)
+    mine = [e["time"] for e in of_kind(log, "upload") if e["client"] == 0]
+    assert mine[:2] == [20, 24]  # back at 20 s, and from then on 4 s a training
+
+
+def test_a_trace_of_clients_that_are_never_there_loses_their_updates(small, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("client,time,available\n0,1,0\n1,0,0\n")
+    simulator, log = make(
+        small, FedAvg(), devices=fixed(*[3.0] * 8), dropout=Trace(path=str(path)), slots=8
+    )
+    simulator.run(12)
+    assert [e["client"] for e in of_kind(log, "drop")] == [0]
+    assert 1 not in {e["client"] for e in of_kind(log, "dispatch")}
+
+
+# -- evaluation and endings ---------------------------------------------------------------------
+
+
+def test_evaluation_leaves_no_trace_in_the_run(small):
+    often, log = make(small, PACE(), eval_every=1, adapt_epochs=2, adapt_always=True)
+    seldom, other = make(small, PACE(), eval_every=1000)
+    often.run(40)
+    seldom.run(40)
+
+    def trained(events):
+        return [{k: v for k, v in e.items() if k != "n"} for e in events if "client" in e]
+
+    assert trained(log) == trained(other)
+    for a, b in zip(often.handed(), seldom.handed(), strict=True):
+        assert torch.equal(a, b)
+    assert all(row["accuracy_adapted"] is not None for row in often.history[1:])
+    assert [row["round"] for row in seldom.history] == [0, 40]
+
+
+def test_until_ends_the_run_at_a_simulated_time(small):
+    simulator, log = make(small, Standalone(), devices=fixed(*[2.0] * 8))
+    simulator.run(10_000, until=5.0)
+    assert simulator.time == 4.0
+    assert len(of_kind(log, "upload")) == 16
+
+
+def test_standalone_sends_no_messages_and_pace_counts_its_multicasts(small):
+    simulator, _ = make(small, Standalone(), slots=2)
+    simulator.run(20)
+    assert set(simulator.messages.values()) == {0}
+    assert simulator.server.slots == 8
+    pace, log = make(small, PACE(omega=15), devices=TwoSpeed(factor=9.0))
+    pace.run(60)
+    assert pace.messages["multicast"] == len(of_kind(log, "multicast")) > 0
+    assert pace.messages["upload"] == 60
+    assert pace.messages["dispatch"] == len(of_kind(log, "dispatch"))
+
+
+def test_divergence_is_a_clear_error(small):
+    simulator, _ = make(small, FedAsync(), task=replace(TASK, lr=1e30))
+    with pytest.raises(PolytempoError, match=r"NaN or infinite.*lower the learning rate"):
+        simulator.run(50)
+
+
+def test_checkpoint_keeps_multicasts_on_their_way(small):
+    """Stopped after every single event, with slow links: the log is that of the whole run."""
+    options = {
+        "devices": TwoSpeed(factor=9.0),
+        "network": Links(low=8e-6 * 2000, high=8e-6 * 2000),
+        "slots": 4,
+    }
+    whole, log = make(small, PACE(omega=15), **options)
+    whole.run(40)
+    assert {"restart", "missed"} <= {event["event"] for event in log}
+    in_transit = 0
+    state, pieces = None, []
+    for _ in range(10_000):
+        part, events = make(small, PACE(omega=15), **options)
+        if state is not None:
+            restore(part, state)
+        steps = iter([False])
+        finished = part.run(40, stop=lambda steps=steps: next(steps, True))
+        in_transit += bool(part.transit)
+        state = snapshot(part)
+        pieces += events
+        if finished:
+            break
+    assert in_transit > 0
+    assert pieces == log

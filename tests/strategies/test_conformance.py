@@ -1,0 +1,192 @@
+"""One suite holds every registered strategy to the same contract."""
+
+import dataclasses
+import inspect
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from polytempo import Context, Server, Task, Update
+from polytempo.core.messages import Dispatch
+from polytempo.core.state import load_state, save_state
+from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation.devices import TwoSpeed
+from polytempo.strategies import STRATEGIES
+
+SAMPLES = [12, 30, 7, 21, 16, 9]
+INITIAL = torch.linspace(-1, 1, 10)
+
+
+@pytest.fixture(params=list(STRATEGIES))
+def name(request):
+    return request.param
+
+
+def server_for(strategy) -> tuple[Server, dict[int, Dispatch]]:
+    context = Context(INITIAL.clone(), SAMPLES, Task(), seed=3)
+    slots = len(SAMPLES) if strategy.all_slots else 3
+    server = Server(strategy, context, slots=slots)
+    return server, {action.client: action for action in server.join(range(len(SAMPLES)))}
+
+
+def answer(server, training, step):
+    """The oldest dispatch is answered with something that depends on the step alone."""
+    client = min(training, key=lambda c: training[c].number)
+    dispatch = training.pop(client)
+    noise = torch.from_numpy(np.random.default_rng(step).normal(size=10)).float()
+    base = torch.zeros(10) if dispatch.task.upload != "model" else dispatch.params
+    update = Update(client, dispatch.number, base + 0.1 * noise, SAMPLES[client])
+    actions = server.receive(update)
+    for action in actions:
+        training[action.client] = action
+    return actions
+
+
+def models(server):
+    return [server.strategy.model_for(client).clone() for client in range(len(SAMPLES))]
+
+
+def test_it_says_what_it_is(name):
+    cls = STRATEGIES[name]
+    assert cls.name == name
+    assert cls.family and cls.paper
+    assert len((inspect.getdoc(cls) or "").splitlines()[0]) > 20
+    for field in dataclasses.fields(cls):  # everything has a default: the bare name works
+        assert field.default is not dataclasses.MISSING
+        assert field.name.replace("_", "").isalnum()
+    table = STRATEGIES.describe(STRATEGIES.create(name))
+    assert json.loads(json.dumps(table)) == table
+    assert STRATEGIES.describe(STRATEGIES.create(table)) == table
+
+
+def test_unknown_options_are_refused(name):
+    with pytest.raises(Exception, match="no_such_option"):
+        STRATEGIES.create(f"{name}:no_such_option=1")
+
+
+def test_everybody_starts_from_the_initial_model(name):
+    server, training = server_for(STRATEGIES.create(name))
+    for dispatch in training.values():
+        assert torch.equal(dispatch.params, INITIAL)
+    assert all(torch.equal(model, INITIAL) for model in models(server))
+
+
+def test_models_change_stay_finite_and_are_never_modified_in_place(name):
+    server, training = server_for(STRATEGIES.create(name))
+    handed = []
+    for step in range(40):
+        handed += [(action.params, action.params.clone()) for action in training.values()]
+        answer(server, training, step)
+    assert all(torch.equal(now, then) for now, then in handed)
+    final = models(server)
+    assert all(torch.isfinite(model).all() for model in final)
+    assert any(not torch.equal(model, INITIAL) for model in final)
+    assert server.round == 40
+    assert 0 < server.version <= 40
+    assert torch.equal(INITIAL, torch.linspace(-1, 1, 10))
+
+
+def test_single_model_is_one_object_for_all(name):
+    server, training = server_for(STRATEGIES.create(name))
+    for step in range(12):
+        answer(server, training, step)
+    ids = {id(server.strategy.model_for(client)) for client in range(len(SAMPLES))}
+    assert (len(ids) == 1) == server.strategy.single_model
+
+
+def test_collaboration_rows_are_distributions(name):
+    server, training = server_for(STRATEGIES.create(name))
+    for step in range(20):
+        answer(server, training, step)
+    graph = server.strategy.collaboration()
+    if graph is None:
+        assert server.strategy.single_model or name == "standalone"
+        return
+    assert graph.shape == (len(SAMPLES), len(SAMPLES))
+    assert (graph >= 0).all()
+    assert graph.sum(1) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("stop", [1, 7, 20])
+def test_state_survives_the_disk_at_any_moment(name, stop, tmp_path):
+    server, training = server_for(STRATEGIES.create(name))
+    for step in range(stop):
+        answer(server, training, step)
+    save_state(tmp_path / "state", server.state_dict())
+    for step in range(stop, 30):
+        answer(server, training, step)
+
+    again, training = server_for(STRATEGIES.create(name))
+    for step in range(stop):
+        answer(again, training, step)  # only to have the same messages on the wire
+    fresh, _ = server_for(STRATEGIES.create(name))
+    fresh.load_state_dict(load_state(tmp_path / "state"))
+    for step in range(stop, 30):
+        answer(fresh, training, step)
+    assert (fresh.round, fresh.version) == (server.round, server.version)
+    for ours, theirs in zip(models(fresh), models(server), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# -- in the simulator -----------------------------------------------------------------------------
+
+
+def simulator(name, small, seed=0, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    if name == "pace":  # a threshold that makes multicasts happen in a small run
+        name = "pace:omega=20"
+    return Simulator(
+        small,
+        module,
+        STRATEGIES.create(name),
+        task=Task(epochs=2, batch_size=8, lr=0.05),
+        devices=TwoSpeed(factor=9.0),
+        eval_every=10,
+        adapt_epochs=1,
+        seed=seed,
+        check=True,
+        **options,
+    )
+
+
+def finish(simulation, rounds=60):
+    log = []
+    simulation.observers.append(log.append)
+    simulation.run(rounds)
+    final = torch.stack([m.clone() for m in simulation.handed()])
+    return log, simulation.history, final, simulation.fingerprint
+
+
+def same(a, b):
+    return a[0] == b[0] and a[1] == b[1] and torch.equal(a[2], b[2]) and a[3] == b[3]
+
+
+def test_same_seed_same_bits_and_another_seed_other_bits(name, small):
+    first = finish(simulator(name, small))
+    assert same(first, finish(simulator(name, small)))
+    assert first[3] != finish(simulator(name, small, seed=1))[3]
+
+
+@pytest.mark.parametrize("stop", [0, 3, 37])
+def test_stopped_and_resumed_is_bit_identical(name, small, stop, tmp_path):
+    whole = finish(simulator(name, small))
+    broken = simulator(name, small)
+    log, steps = [], iter(range(10_000))
+    broken.observers.append(log.append)
+    assert broken.run(60, stop=lambda: next(steps) == stop) is False
+    save_state(tmp_path / "checkpoint", snapshot(broken))
+    resumed = simulator(name, small)
+    restore(resumed, load_state(tmp_path / "checkpoint"))
+    rest = finish(resumed)
+    assert same(whole, (log + rest[0], *rest[1:]))
+
+
+def test_it_learns(name, small):
+    history = finish(simulator(name, small), rounds=200)[1]
+    assert history[-1]["accuracy"] > history[0]["accuracy"] + 0.05
+    assert 0 <= history[-1]["accuracy_worst10"] <= history[-1]["accuracy"] <= 1

@@ -1,0 +1,254 @@
+"""PACE against its paper: order-independence, a straight-line replay, the multicast."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polytempo import Context, InFlight, Server, Staleness, Task, Update
+from polytempo.strategies import PACE, PFedGraphAsync
+
+D = 5
+
+
+def vector(*seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=D)).float()
+
+
+def context(samples=(10, 20, 30, 40)) -> Context:
+    return Context(vector(99), samples, Task(), seed=0)
+
+
+def ready(samples=(10, 20, 30, 40), **options) -> PACE:
+    pace = PACE(**options)
+    pace.setup(context(samples))
+    return pace
+
+
+def fold(pace: PACE, client: int, theta: torch.Tensor, tau: int = 0) -> None:
+    pace.fold(Update(client, 0, theta, 10), Staleness(tau, tau))
+
+
+# -- Eq. 7-10 -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=8), st.randoms())
+@settings(deadline=None)
+def test_without_decay_the_buffer_is_a_weighted_mean_whatever_the_order(senders, random):
+    """phi_0 = sum of W_0k theta_k over j's own upload and what came since, normalised."""
+    pace = ready(a=0.0, gamma=0.4)
+    for client in range(4):  # rows other than p, with weight on several clients
+        fold(pace, client, vector(client))
+    fold(pace, 0, own := vector(50))  # 0's upload empties its sequence
+    row = pace.weights[0].copy()
+    folded = [(client, vector(60, k)) for k, client in enumerate(senders)]
+    random.shuffle(folded)
+    for client, theta in folded:
+        fold(pace, client, theta)
+    weights = [row[0]] + [row[client] for client, _ in folded]
+    models = [own] + [theta for _, theta in folded]
+    mean = sum(w * m.double() for w, m in zip(weights, models, strict=True)) / sum(weights)
+    np.testing.assert_allclose(pace.model_for(0).double().numpy(), mean.numpy(), atol=2e-6)
+
+
+def test_a_client_without_upload_collects_the_size_weighted_mean():
+    pace = ready(a=0.0)
+    fold(pace, 1, vector(1))
+    fold(pace, 3, vector(3))
+    p = [0.1, 0.2, 0.3, 0.4]
+    initial = vector(99)
+    expected = (p[2] * initial + p[1] * vector(1) + p[3] * vector(3)) / (p[2] + p[1] + p[3])
+    torch.testing.assert_close(pace.model_for(2), expected)
+
+
+def test_staleness_decays_what_is_mixed_in():
+    fresh, stale = ready(a=1.5), ready(a=1.5)
+    fold(fresh, 0, vector(1), tau=0)
+    fold(stale, 0, vector(1), tau=3)
+    moved = [(p.model_for(2) - vector(99)).norm().item() for p in (fresh, stale)]
+    assert moved[1] / moved[0] == pytest.approx((1 + 3) ** -1.5, rel=1e-4)
+
+
+# -- a replay in plain Python, written from the paper -------------------------------------------
+
+
+def paper_pace(initial, samples, gamma, a, omega, capacity, slots, script):
+    """Algorithm 1 over Python lists. `script` says who uploads what, in which order; clients in
+    `training` hold a model. Returns phi, W and who was multicast to after each arrival."""
+    n, d = len(samples), len(initial)
+    phi = [list(initial) for _ in range(n)]
+    p = [s / sum(samples) for s in samples]
+    collaboration = [list(p) for _ in range(n)]
+    sequence = [[] for _ in range(n)]  # pi_j
+    received = [0] * n  # round at which each client last received a model
+    t = 0
+    multicasts = []
+    training = set(slots)
+    for i, theta, started in script:
+        tau = t - received[i]
+        phi[i] = list(theta)
+        dissimilar = []
+        for j in range(n):
+            dot = sum(theta[k] * phi[j][k] for k in range(d))
+            norms = math.sqrt(sum(v * v for v in theta)) * math.sqrt(sum(v * v for v in phi[j]))
+            dissimilar.append(-dot / norms)
+        # Eq. 2 by bisection on the multiplier: x_j = max(0, p_j - gamma s_j / 2 - nu)
+        target = [p[j] - gamma * dissimilar[j] / 2 for j in range(n)]
+        low, high = min(target) - 1.0, max(target)
+        for _ in range(200):
+            nu = (low + high) / 2
+            if sum(max(0.0, v - nu) for v in target) > 1.0:
+                low = nu
+            else:
+                high = nu
+        collaboration[i] = [max(0.0, v - high) for v in target]
+        sequence[i] = []
+        for j in range(n):
+            if j == i or collaboration[j][i] == 0.0:
+                continue
+            sequence[j].append(i)
+            below = collaboration[j][j] + sum(collaboration[j][q] for q in sequence[j])
+            alpha = collaboration[j][i] / below * (1 + tau) ** (-a)
+            phi[j] = [alpha * theta[k] + (1 - alpha) * phi[j][k] for k in range(d)]
+        t += 1
+        training.remove(i)
+        group, total = [], 0
+        for client in sorted(training, key=lambda c: (-(t - received[c]), c)):
+            if len(group) == capacity or total > omega:
+                break
+            group.append(client)
+            total += (t - received[client]) ** 2
+        if total <= omega:
+            group = []
+        for client in group:
+            received[client] = t
+        multicasts.append(group)
+        training.add(started)
+        received[started] = t
+    return phi, collaboration, multicasts
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_equals_the_straight_line_derivation(seed):
+    random = np.random.default_rng(seed)
+    samples = [int(k) for k in random.integers(5, 50, size=6)]
+    initial = torch.from_numpy(random.normal(size=D)).float()
+    capacity, omega = 2, 12.0
+    megahertz = capacity * initial.nbytes * 8 / (0.3 * math.log2(11)) / 1e6 * 1.01
+    pace = PACE(omega=omega, gamma=0.9, bandwidth_mhz=megahertz)
+    server = Server(pace, Context(initial, samples, Task(), seed), slots=4, refill="idle")
+    training = {action.client: action.number for action in server.join(range(6))}
+    first = list(training)
+    script, multicast_to = [], []
+    for k in range(30):
+        sender = int(random.choice(sorted(training)))
+        if k == 3:  # one client is kept waiting, so that multicasts do happen
+            slow = sorted(set(training) - {sender})[0]
+        if k > 3 and sender == slow and k < 25:
+            sender = next(c for c in sorted(training) if c != slow)
+        theta = torch.from_numpy(random.normal(size=D)).float() + initial
+        actions = server.receive(Update(sender, training.pop(sender), theta, samples[sender]))
+        multicast = [a.client for a in actions if a.preempt]
+        [started] = [a for a in actions if not a.preempt]
+        training |= {action.client: action.number for action in actions}
+        script.append((sender, theta.tolist(), started.client))
+        multicast_to.append(multicast)
+    phi, collaboration, expected = paper_pace(
+        initial.tolist(), samples, 0.9, 1.5, omega, capacity, first, script
+    )
+    assert multicast_to == expected
+    assert sum(map(len, expected)) > 0
+    np.testing.assert_allclose(pace.weights, collaboration, atol=1e-5)
+    found = np.array([pace.model_for(client).tolist() for client in range(6)])
+    np.testing.assert_allclose(found, phi, atol=1e-5)
+
+
+# -- Eq. 16 -------------------------------------------------------------------------------------
+
+
+def in_flight(**staleness: int) -> list[InFlight]:
+    return [InFlight(int(c[1:]), Staleness(tau, tau)) for c, tau in staleness.items()]
+
+
+def test_default_budget_is_the_papers():
+    pace = PACE()
+    pace.setup(Context(torch.zeros(62_006), [1], Task(), 0))
+    assert pace.budget == 5  # 1.297 MB over 248,024 bytes
+    pace.setup(Context(torch.zeros(400_000), [1], Task(), 0))
+    assert pace.budget == 0
+    pace.setup(Context(torch.zeros(324_269), [1], Task(), 0))  # 1,297,076 bytes of 1,297,289
+    assert pace.budget == 1
+
+
+def test_multicast_goes_to_the_smallest_stalest_group():
+    pace = ready(omega=2500)
+    assert list(pace.refresh(in_flight(c0=10, c1=50, c2=3))) == [1, 0]  # 2500 alone is not more
+    assert list(pace.refresh(in_flight(c0=10, c1=51, c2=3))) == [1]
+    assert list(pace.refresh(in_flight(c0=30, c1=30))) == []
+    assert list(pace.refresh([])) == []
+
+
+def test_multicast_respects_the_budget():
+    three = in_flight(c0=30, c1=30, c2=30)  # 2700 > 2500, but only with all three
+    assert len(ready().refresh(three)) == 3
+    small = ready(bandwidth_mhz=2.5 * D * 4 * 8 / 0.3 / math.log2(11) / 1e6)
+    assert small.budget == 2
+    assert list(small.refresh(three)) == []
+
+
+# -- switches -----------------------------------------------------------------------------------
+
+
+def test_reply_is_the_model_before_or_after_the_update():
+    for reply, expected in (("buffered", "before"), ("fresh", "after")):
+        pace = ready(reply=reply)
+        fold(pace, 1, vector(1))
+        before = pace.model_for(0)
+        fold(pace, 0, theta := vector(0))
+        torch.testing.assert_close(pace.reply_to(0), before if expected == "before" else theta)
+        torch.testing.assert_close(pace.model_for(0), theta)
+
+
+def test_without_its_components_it_is_the_naive_method():
+    bare = ready(buffer=False, multicast=False, staleness_decay=False, reference="displacement")
+    naive = PFedGraphAsync()
+    naive.setup(context())
+    for k, client in enumerate([0, 2, 1, 0, 3, 2]):
+        for strategy in (bare, naive):
+            strategy.fold(Update(client, k, vector(k), 10), Staleness(k, k))
+    for client in range(4):
+        assert torch.equal(bare.model_for(client), naive.model_for(client))
+    assert bare.refresh(in_flight(c0=500)) == ()
+    assert torch.equal(bare.reply_to(2), bare.model_for(2))
+
+
+def test_each_component_is_a_switch():
+    def final(**switches):
+        pace = ready(**switches)
+        for k, client in enumerate([0, 2, 1, 0, 3, 2]):
+            fold(pace, client, vector(k), tau=k)
+        return pace.model_for(1)
+
+    full, no_decay, no_buffer = final(), final(staleness_decay=False), final(buffer=False)
+    assert not torch.allclose(full, no_decay)
+    assert not torch.allclose(full, no_buffer)
+    torch.testing.assert_close(no_decay, final(a=0.0))
+    assert ready(multicast=False).refresh(in_flight(c0=500)) == ()
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "inner", "l1", "l2"])
+def test_every_measure_prefers_the_true_group(similarity):
+    pace = ready(
+        samples=(10,) * 6, similarity=similarity, reference="displacement", gamma=1.5, a=0.0
+    )
+    direction = {0: vector(1), 1: -vector(1)}
+    for k in range(12):
+        client = k % 6
+        noise = 0.1 * vector(7, k)
+        fold(pace, client, vector(99) + direction[client // 3] + noise)
+    inside = [pace.weights[i, j] for i in range(6) for j in range(6) if i // 3 == j // 3]
+    across = [pace.weights[i, j] for i in range(6) for j in range(6) if i // 3 != j // 3]
+    assert np.mean(inside) > 5 * np.mean(across)
