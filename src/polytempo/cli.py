@@ -301,7 +301,10 @@ def _list_data(data_dir: str | None, as_json: bool) -> None:
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
     table = Table()
     for index, column in enumerate(rows[0]):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        if index == 0:
+            table.add_column(column, min_width=12, overflow="fold")
+        else:
+            table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(escape(value) for value in row.values()))
     output.print(table)

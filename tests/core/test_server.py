@@ -90,7 +90,7 @@ def answer(sent: Dispatch, value: float = 1.0, **changes: Any) -> Update:
 
 def same(a: Any, b: Any) -> bool:
     """Equal to the bit, wherever in a state."""
-    if isinstance(a, torch.Tensor) or isinstance(a, np.ndarray):
+    if isinstance(a, torch.Tensor | np.ndarray):
         return type(a) is type(b) and a.dtype == b.dtype and bool((a == b).all())
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
@@ -434,7 +434,7 @@ def test_an_update_that_comes_after_it_was_given_up_is_refused():
     with pytest.raises(Refused, match=f"dispatch {sent[0].number}, which is closed"):
         server.receive(answer(sent[0]))
     server.leave(1)
-    with pytest.raises(Refused, match="client 1 .*must join first"):
+    with pytest.raises(Refused, match=r"client 1 .*must join first"):
         server.receive(answer(sent[1]))
     [again] = server.join([1])
     with pytest.raises(Refused, match="closed"):

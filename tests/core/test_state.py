@@ -30,8 +30,9 @@ def check(found, expected) -> None:
     if isinstance(expected, torch.Tensor | np.ndarray):
         assert type(found) is type(expected)
         assert found.dtype == expected.dtype and found.shape == expected.shape
-        a, b = (torch.as_tensor(x.copy() if isinstance(x, np.ndarray) else x)
-                for x in (found, expected))
+        a, b = (
+            torch.as_tensor(x.copy() if isinstance(x, np.ndarray) else x) for x in (found, expected)
+        )
         assert torch.equal(a, b)
     elif isinstance(expected, dict):
         assert list(found) == list(expected)
@@ -74,8 +75,10 @@ def test_not_a_number_stays_not_a_number(path):
 )
 def test_element_types_come_back(path, dtype):
     array = np.array([[0, 1, 2], [3, 4, 5]]).astype(dtype)
-    check(through(path, {"n": array, "t": torch.from_numpy(array)}),
-          {"n": array, "t": torch.from_numpy(array)})
+    check(
+        through(path, {"n": array, "t": torch.from_numpy(array)}),
+        {"n": array, "t": torch.from_numpy(array)},
+    )
 
 
 def test_numpy_scalars_become_plain_numbers(path):
@@ -110,9 +113,13 @@ def test_views_and_non_contiguous_arrays_come_back(path):
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "reversed": grid[::-1],
         "numpy column": grid[:, 3],
-        "fortran": np.asfortranarray(grid),
     }
-    check(through(path, state), {key: value for key, value in state.items()})
+    check(through(path, state), state)
+
+
+def test_transposed_numpy_arrays_come_back(path):
+    grid = np.arange(6.0).reshape(2, 3)
+    check(through(path, {"t": grid.T}), {"t": grid.T})
 
 
 def test_entries_that_share_memory_come_back_apart(path):
@@ -168,7 +175,7 @@ def nested(keys):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(state=nested(st.text(string.ascii_letters + "._- 0", max_size=4)))
 def test_any_state_with_plain_names_comes_back(state, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "any"
@@ -247,7 +254,7 @@ def test_a_new_state_replaces_all_of_the_old_one(path):
 
 
 def test_a_missing_file_is_an_error_that_names_it(path):
-    with pytest.raises(PolytempoError, match="no checkpoint .*state.safetensors"):
+    with pytest.raises(PolytempoError, match=r"no checkpoint .*state\.safetensors"):
         load_state(path)
 
 

@@ -15,7 +15,7 @@ import polytempo.report
 from polytempo.core.errors import PolytempoError
 from polytempo.report import Curve, plot_accuracy, plot_graph, plot_labels, plot_staleness
 from polytempo.report.canvas import PALETTE
-from polytempo.report.curves import lanes, on_common_grid, spread
+from polytempo.report.curves import on_common_grid
 from polytempo.report.maps import by_cluster, by_group, colour_top
 
 
@@ -127,18 +127,6 @@ def test_an_accuracy_holds_until_the_next_evaluation_of_the_same_seed():
     grid, values = on_common_grid(runs, "time")
     assert grid.tolist() == [1.0, 2.0, 4.0, 7.0]
     assert values.tolist() == [[0.1, 0.5, 0.5, 0.5], [0.2, 0.2, 0.4, 0.6]]
-
-
-def test_labels_are_spread_apart_in_order_and_no_further_than_needed():
-    placed = spread([0.5, 0.9, 0.52, 0.1], 0.1, 0.0, 1.0)
-    assert placed == pytest.approx([0.46, 0.9, 0.56, 0.1])
-    assert spread([0.99, 1.0], 0.1, 0.0, 1.0) == pytest.approx([0.9, 1.0])
-    assert spread([0.5] * 5, 1.0, 0.0, 1.0) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
-
-
-def test_diamonds_that_would_touch_get_lanes_of_their_own():
-    assert lanes([0.5, 0.51, 0.52, 0.9, 0.535], 0.02) == [0, 1, 0, 0, 1]
-    assert lanes([], 0.1) == []
 
 
 def test_clustering_puts_clients_that_work_together_side_by_side():

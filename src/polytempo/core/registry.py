@@ -73,8 +73,9 @@ def explain(error: pydantic.ValidationError, known: Iterator[str] | list[str]) -
 class Registry(Generic[T]):
     """The named implementations of one kind of thing."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, base: type | None = None) -> None:
         self.kind = kind
+        self.base = base  # what a class of the user's own must derive from
         self._known: dict[str, Callable[..., T]] = {}
 
     def register(self, name: str) -> Callable[[C], C]:
@@ -118,6 +119,11 @@ class Registry(Generic[T]):
         else:
             return spec
         maker = self[name]
+        if self.base and not (isinstance(maker, type) and issubclass(maker, self.base)):
+            raise PolytempoError(
+                f"{name!r} is no {self.kind}: derive it from {self.base.__module__}:"
+                f"{self.base.__qualname__}"
+            )
         given = {key: None if value == "none" else value for key, value in given.items()}
         try:
             return maker(**given)
@@ -128,9 +134,12 @@ class Registry(Generic[T]):
             raise PolytempoError(f"{self.kind} {name}: {error}") from error
 
     def describe(self, thing: T) -> dict[str, Any]:
-        """The table from which `create` makes an equal object."""
+        """The table from which `create` makes an equal object, in another process too: a class of
+        the user's own is named by its module, for its registration may not have happened there."""
         cls = type(thing)
-        name = cls.__dict__.get("name", f"{cls.__module__}:{cls.__qualname__}")
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        if cls.__module__.startswith("polytempo."):
+            name = cls.__dict__.get("name", name)
         found: dict[str, Any] = {"name": name}
         if dataclasses.is_dataclass(thing):
             for field in dataclasses.fields(thing):

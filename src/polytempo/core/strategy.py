@@ -128,4 +128,4 @@ def _pack(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-STRATEGIES: Registry[Strategy] = Registry("strategy")
+STRATEGIES: Registry[Strategy] = Registry("strategy", Strategy)

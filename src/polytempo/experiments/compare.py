@@ -37,9 +37,9 @@ class Comparison:
     def table(self) -> list[dict[str, str]]:
         """One row a strategy: mean and, over several seeds, spread."""
         if isinstance(self.target, float):
-            goal = f"time to {percent(self.target)}"
+            goal = f"seconds to {percent(self.target)}"
         else:
-            goal = f"time to best of {self.target}"
+            goal = f"seconds to best of {self.target}"
         return [
             {
                 "strategy": label,
@@ -47,7 +47,7 @@ class Comparison:
                 "best": _spread([r.summary["accuracy_best"] for r in found], percent=True),
                 "adapted": _spread([r.accuracy_adapted for r in found], percent=True),
                 "worst 10%": _spread([r.summary["accuracy_worst10"] for r in found], percent=True),
-                "simulated time": _spread([r.summary["simulated_time"] for r in found]),
+                "seconds": _spread([r.summary["simulated_time"] for r in found]),
                 goal: _spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
                 "messages": _spread([_messages(r) for r in found], digits=0),
             }

@@ -42,9 +42,8 @@ def simulate(
     `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
     """
     chosen = STRATEGIES.create(strategy)
-    config = make_config(
-        {"strategy": STRATEGIES.describe(chosen), "rounds": rounds, **settings}, "simulate"
-    )
+    config = make_config({"rounds": rounds, **settings}, "simulate")
+    config = config.model_copy(update={"strategy": STRATEGIES.describe(chosen)})
     simulator = make_simulator(config, federation, model, chosen)
     if out is None:
         simulator.run(config.rounds, until=config.until or float("inf"))

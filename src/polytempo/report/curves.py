@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polytempo.core.errors import PolytempoError, nearest
-from polytempo.report.canvas import DASHES, PALETTE, QUIET, bare, canvas
+from polytempo.report.canvas import DASHES, PALETTE, bare, canvas
 
 Floats = NDArray[np.float64]
 AXES = {"time": "simulated time (s)", "rounds": "arrivals", "messages": "messages"}
@@ -65,11 +65,13 @@ def plot_accuracy(
     if not curves or not all(curves.values()):
         empty = [label for label, runs in curves.items() if not runs]
         raise PolytempoError(f"no curves to draw for {empty or 'any label'}; run something first")
-    with canvas(path, 9.0, max(4.4, 1.6 + 0.21 * len(curves))) as figure:
+    rows = (len(curves) + 1) // 2
+    with canvas(path, 8.0, 4.6 + 0.2 * rows) as figure:
+        from matplotlib.lines import Line2D
         from matplotlib.ticker import PercentFormatter
 
         axes = figure.add_subplot()
-        ends = []
+        handles = []
         for index, (label, runs) in enumerate(curves.items()):
             colour = PALETTE[index % len(PALETTE)]
             look: Any = {"color": colour, "linestyle": DASHES[index // len(PALETTE) % len(DASHES)]}
@@ -79,27 +81,34 @@ def plot_accuracy(
             if len(runs) > 1:
                 low, high = values.min(axis=0), values.max(axis=0)
                 axes.fill_between(grid, low, high, color=colour, alpha=0.16, lw=0, step="post")
+            text = f"{label}: {mean[-1]:.1%}"
             adapted = [run.adapted for run in runs if run.adapted is not None]
-            final = float(np.mean(adapted)) if adapted else None
-            ends.append(_End(label, look, float(mean[-1]), final))
+            if adapted:
+                final = float(np.mean(adapted))
+                axes.plot([grid[-1]], [final], clip_on=False, zorder=5, **_diamond(colour))
+                text += f", \N{WHITE DIAMOND} {final:.1%}"
+            handles.append(Line2D([], [], **look, linewidth=1.8, label=text))
         bare(axes)
         axes.margins(x=0.01)
+        axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
         axes.xaxis.set_major_formatter("{x:,.0f}" if axes.get_xlim()[1] > 10 else "{x:g}")
-        axes.set(xlabel=AXES[x], title="accuracy, mean over clients")
-        _label_ends(axes, ends)
-        _explain(axes, curves)
+        axes.set(xlabel=AXES[x], title=_title(curves))
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9
+        )
     return Path(path)
 
 
-@dataclass(frozen=True)
-class _End:
-    """What stands to the right of a line: its label, and its final accuracies."""
-
-    label: str
-    look: dict[str, Any]
-    handed: float
-    adapted: float | None
+def _title(curves: Mapping[str, Sequence[Curve]]) -> str:
+    """What the marks mean."""
+    title = "accuracy, mean over clients"
+    seeds = max(len(runs) for runs in curves.values())
+    if seeds > 1:
+        title += f"; mean, lowest and highest of {seeds} seeds"
+    if any(run.adapted is not None for runs in curves.values() for run in runs):
+        title += "; \N{WHITE DIAMOND} after local adaptation"
+    return title
 
 
 def _diamond(colour: str) -> dict[str, Any]:
@@ -111,92 +120,3 @@ def _diamond(colour: str) -> dict[str, Any]:
         "markeredgewidth": 1.6,
         "linestyle": "none",
     }
-
-
-def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The positions, moved as little as keeps neighbours `gap` apart and all in [low, high]."""
-    order = np.argsort(positions, kind="stable")
-    gap = min(gap, (high - low) / max(1, len(positions) - 1))
-    steps = gap * np.arange(len(positions))
-    # Without the steps, "gap apart" is "not decreasing": merge neighbours that are out of order.
-    blocks: list[list[float]] = []
-    for value in np.asarray(positions, dtype=float)[order] - steps:
-        blocks.append([value])
-        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    flat = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
-    flat = np.clip(flat, low, high - steps[-1]) + steps
-    placed = np.empty(len(positions))
-    placed[order] = flat
-    return [float(value) for value in placed]
-
-
-def lanes(heights: Sequence[float], gap: float) -> list[int]:
-    """For each mark the first lane in which it comes closer than `gap` to no earlier one."""
-    found: list[int] = []
-    for height in heights:
-        taken = {
-            lane for lane, other in zip(found, heights, strict=False) if abs(other - height) < gap
-        }
-        found.append(min(set(range(len(heights))) - taken))
-    return found
-
-
-def _label_ends(axes: Any, ends: list[_End]) -> None:
-    """Write each label in the right margin at the height where its line ends.
-
-    The diamonds stand in that margin too, beside the axis: adaptation happens after the run, at no
-    time of its own. Those that would touch stand side by side.
-    """
-    marks = [end for end in ends if end.adapted is not None]
-    values = [end.handed for end in ends] + [end.adapted for end in ends if end.adapted is not None]
-    low, high = axes.get_ylim()
-    low, high = min(low, min(values) - 0.01), min(1.02, max(high, max(values) + 0.02))
-    axes.set_ylim(low, high)
-    axes.figure.draw_without_rendering()  # the layout fixes the height
-    inch = (high - low) / (axes.get_window_extent().height / axes.figure.dpi)
-    margin = _right_margin(axes)
-
-    lane = lanes([end.adapted or 0.0 for end in marks], 0.16 * inch)
-    for end, place in zip(marks, lane, strict=True):
-        diamond = _diamond(end.look["color"])
-        axes.plot(
-            [14 + 12 * place], [end.adapted], transform=margin, clip_on=False, zorder=5, **diamond
-        )
-    edge = 8 + 12 * (max(lane, default=-1) + 1)
-    heights = spread([end.handed for end in ends], 0.2 * inch, low, high)
-    for end, height in zip(ends, heights, strict=True):
-        corners = [2, edge, edge + 14], [end.handed, end.handed, height]
-        axes.plot(*corners, transform=margin, clip_on=False, linewidth=1.0, **end.look)
-        text = f"{end.label}  {end.handed:.1%}"
-        text += "" if end.adapted is None else f"  \N{WHITE DIAMOND} {end.adapted:.1%}"
-        style: Any = {"va": "center", "fontweight": "bold", "fontsize": 9.0}
-        axes.text(edge + 17, height, text, transform=margin, color=end.look["color"], **style)
-
-
-def _right_margin(axes: Any) -> Any:
-    """Coordinates beside the plot: x in points from its right edge, y in accuracy."""
-    from matplotlib.transforms import Affine2D, ScaledTranslation, blended_transform_factory
-
-    points = Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans
-    edge = ScaledTranslation(1, 0, axes.transAxes)
-    return blended_transform_factory(points + edge, axes.transData)
-
-
-def _explain(axes: Any, curves: Mapping[str, Sequence[Curve]]) -> None:
-    """A legend for what the labels do not say: the band and the diamond, where there are any."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    seeds = sorted({len(runs) for runs in curves.values()})
-    handles: list[Any] = []
-    if seeds[-1] > 1:
-        count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-        handles.append(Line2D([], [], color=QUIET, linewidth=1.8, label=f"mean of {count} seeds"))
-        handles.append(Patch(color=QUIET, alpha=0.2, linewidth=0, label="lowest to highest seed"))
-    if any(run.adapted is not None for runs in curves.values() for run in runs):
-        handles.append(Line2D([], [], label="final, after local adaptation", **_diamond(QUIET)))
-    if handles:
-        axes.figure.legend(
-            handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9
-        )

@@ -38,7 +38,7 @@ class Devices(Options):
         return work * self.unit * factor * (1 + self.jitter * float(stream.random()))
 
 
-DEVICES: Registry[Devices] = Registry("device model")
+DEVICES: Registry[Devices] = Registry("device model", Devices)
 
 
 @DEVICES.register("equal")
@@ -107,7 +107,7 @@ class Network(Options):
         return [float("inf")] * clients
 
 
-NETWORKS: Registry[Network] = Registry("network")
+NETWORKS: Registry[Network] = Registry("network", Network)
 
 
 @NETWORKS.register("instant")

@@ -43,7 +43,7 @@ class Dropout(Options):
         return []
 
 
-DROPOUTS: Registry[Dropout] = Registry("dropout model")
+DROPOUTS: Registry[Dropout] = Registry("dropout model", Dropout)
 
 
 @DROPOUTS.register("none")

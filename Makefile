@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment with pinned versions.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint types clean
+
+help:
+	@echo "make demo   install, then PACE against FedAvg, FedAsync and standalone: table, plots, HTML"
+	@echo "make test   install, then linter, type checker and tests"
+	@echo "make clean  remove the virtual environment and the demo's results"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	rm -rf runs/demo
+	$(BIN)/polytempo compare pace fedavg fedasync standalone --config configs/demo.toml --out runs/demo
+	@echo "Open runs/demo/report.html, or look at runs/demo/*.png"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf $(VENV) runs/demo

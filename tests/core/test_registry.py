@@ -1,0 +1,318 @@
+"""Things that a user names: one notation, checked options, errors of one line."""
+
+import json
+import sys
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.registry import Options, Registry, parse
+from polytempo.core.strategy import STRATEGIES, Strategy
+from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
+
+SHAPES: Registry[Any] = Registry("shape")
+
+
+class Shape(Options):
+    """Base of what the tests name."""
+
+
+@SHAPES.register("circle")
+class Circle(Shape):
+    radius: Annotated[float, Field(gt=0)] = 1.0
+    fill: Literal["plain", "dotted"] = "plain"
+    clip: float | None = 0.9
+    label: str | None = None
+    layers: tuple[int, ...] = (1, 2)
+    visible: bool = True
+
+
+@SHAPES.register("square-root")
+class Square(Shape):
+    side: int
+
+
+class Ellipse(Circle):
+    """A user's subclass that nobody has registered."""
+
+    ratio: float = 2.0
+
+
+class Drawing:
+    class Inner(Shape):
+        size: int = 3
+
+
+class Named(Shape):
+    """A user's class with a name of its own choice, used by its path."""
+
+    name = "named"
+    size: int = 3
+
+
+class Handmade:
+    """No options dataclass at all."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.size = size
+
+
+def error(action, *arguments) -> str:
+    """The message of the error, which must be one line."""
+    with pytest.raises(PolytempoError) as raised:
+        action(*arguments)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+# -- notation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "found"),
+    [
+        ("pace", "pace", {}),
+        (" pace ", "pace", {}),
+        ("pace:gamma=2", "pace", {"gamma": 2}),
+        ("pace:gamma=2.5,reply=fresh", "pace", {"gamma": 2.5, "reply": "fresh"}),
+        ("pace:gamma = 2 , reply = fresh", "pace", {"gamma": 2, "reply": "fresh"}),
+        ("pace:lr=1e-3", "pace", {"lr": 0.001}),
+        ("pace:a=-1.5", "pace", {"a": -1.5}),
+        ("pace:multicast=false,buffer=true", "pace", {"multicast": False, "buffer": True}),
+        ("pace:clip=null", "pace", {"clip": None}),
+        ("pace:clip=none", "pace", {"clip": "none"}),  # `create` makes it no value
+        ("pace:latency-ms=300", "pace", {"latency_ms": 300}),
+        ("x:layers=[1,2,3]", "x", {"layers": [1, 2, 3]}),
+        ("x:layers=[1,2],size=3,more=[4]", "x", {"layers": [1, 2], "size": 3, "more": [4]}),
+        ("x:layers=[]", "x", {"layers": []}),
+        ('x:label="quoted"', "x", {"label": "quoted"}),
+        ("trace:path=/tmp/a b.csv", "trace", {"path": "/tmp/a b.csv"}),
+        ("trace:path=C:/data.csv", "trace", {"path": "C:/data.csv"}),
+        ("x:text=a=b", "x", {"text": "a=b"}),
+        ("x:label=", "x", {"label": ""}),
+        ("my.module:Class", "my.module:Class", {}),
+        ("my.module:Class:a=1,b=x", "my.module:Class", {"a": 1, "b": "x"}),
+        ("my.module:Class:path=C:/d", "my.module:Class", {"path": "C:/d"}),
+    ],
+)
+def test_notation(text, name, found):
+    assert parse(text) == (name, found)
+
+
+@pytest.mark.parametrize("text", ["x:a=1,b", "x:a=1,", "x:=3", "x:a=1,=2", "m:Class:b"])
+def test_what_cannot_be_read_is_quoted_with_the_notation(text):
+    message = error(parse, text)
+    assert repr(text) in message and "key=value" in message
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z][a-z_]{0,6}", fullmatch=True),
+        st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none()),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_numbers_and_truth_values_survive_the_notation(given_options):
+    text = "name:" + ",".join(f"{key}={json.dumps(v)}" for key, v in given_options.items())
+    assert parse(text) == ("name", given_options)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("x:a=[[1,2],[3,4]]", {"a": [[1, 2], [3, 4]]}), ('x:a="b,c",d=1', {"a": "b,c", "d": 1})],
+)
+def test_commas_inside_json_values_do_not_end_an_option(text, found):
+    assert parse(text) == ("x", found)
+
+
+# -- making things ---------------------------------------------------------------------------------
+
+
+def test_text_table_and_object_make_the_same_thing():
+    expected = Circle(2.0, "dotted", None, layers=(3,))
+    assert SHAPES.create("circle:radius=2,fill=dotted,clip=none,layers=[3]") == expected
+    table = {"name": "circle", "radius": 2, "fill": "dotted", "clip": "none", "layers": [3]}
+    kept = dict(table)
+    assert SHAPES.create(table) == expected
+    assert table == kept
+    assert SHAPES.create(expected) is expected
+    assert SHAPES.create("circle") == Circle() != expected
+
+
+def test_registered_names_are_known_in_order_and_on_the_class():
+    assert list(SHAPES) == ["circle", "square-root"]
+    assert Circle.name == "circle" and SHAPES["circle"] is Circle
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_or_with_all():
+    assert "no shape is called 'circel'; did you mean 'circle'?" in error(SHAPES.create, "circel")
+    assert "choose from: circle, square-root" in error(SHAPES.create, "xyz")
+    assert "did you mean 'pace'" in error(STRATEGIES.create, "pac:gamma=1")
+
+
+def test_an_unknown_option_is_answered_with_the_nearest_or_with_all():
+    assert "shape circle: unknown option 'radios'; did you mean 'radius'?" in error(
+        SHAPES.create, "circle:radios=2"
+    )
+    message = error(SHAPES.create, "circle:xyz=2")
+    assert "unknown option 'xyz'; choose from: clip, fill, label" in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("circle:radius=big", ["radius", "'big'", "number"]),
+        ("circle:radius=-1", ["radius", "greater than 0", "-1"]),
+        ("circle:radius=none", ["radius", "None"]),
+        ("circle:fill=striped", ["fill", "'striped'", "'plain'", "'dotted'"]),
+        ("circle:layers=[1,x]", ["layers"]),
+        ("circle:layers=3", ["layers", "3"]),
+        ("circle:visible=perhaps", ["visible", "'perhaps'"]),
+        ({"name": "circle", "radius": "a\nb"}, ["radius", r"a\nb"]),
+        ({"name": "circle", "layers": ["a", "b"]}, ["layers.0", "'a'"]),
+        ("square-root:side=1.5", ["square-root", "side", "1.5"]),
+        ("square-root", ["side", "equired"]),
+    ],
+)
+def test_a_wrong_value_is_an_error_of_one_line_that_names_option_and_value(spec, named):
+    message = error(SHAPES.create, spec)
+    assert message.startswith("shape ")
+    for part in named:
+        assert part in message
+
+
+def test_a_missing_option_is_said_to_be_missing_and_nothing_more():
+    message = error(SHAPES.create, "square-root")
+    assert "side" in message and "ArgsKwargs" not in message
+
+
+def test_an_option_without_a_value_is_not_taken_for_a_class_to_import():
+    message = error(SHAPES.create, "circle:radius")
+    assert "key=value" in message and "PYTHONPATH" not in message
+
+
+def test_a_table_without_a_name_is_an_error_that_shows_it():
+    message = error(SHAPES.create, {"radius": 3})
+    assert "shape" in message and "'name'" in message and "'radius': 3" in message
+
+
+def test_options_are_checked_in_python_too():
+    with pytest.raises(ValueError, match="radius"):
+        Circle(radius=-1)
+    with pytest.raises(ValueError, match="radios"):
+        Circle(radios=1)
+
+
+# -- a user's own ----------------------------------------------------------------------------------
+
+OWN = """
+from polytempo.core.strategy import Strategy
+
+class Mine(Strategy):
+    mixing: float = 0.5
+
+class Plain:
+    def __init__(self, size=3):
+        self.size = size
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of a module of the user's."""
+    (tmp_path / "polytempo_users_own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "polytempo_users_own"
+    sys.modules.pop("polytempo_users_own", None)
+
+
+def test_a_class_of_the_users_is_made_by_its_path_and_comes_back_by_it(own):
+    made = STRATEGIES.create(f"{own}:Mine:mixing=0.3")
+    assert isinstance(made, Strategy) and made.mixing == 0.3
+    assert STRATEGIES.create({"name": f"{own}:Mine"}).mixing == 0.5
+    table = STRATEGIES.describe(made)
+    assert table == {"name": f"{own}:Mine", "mixing": 0.3}
+    assert STRATEGIES.create(table) == made
+    assert "did you mean 'mixing'" in error(STRATEGIES.create, f"{own}:Mine:mixin=1")
+
+
+def test_a_class_of_another_kind_is_refused_with_the_base_that_it_lacks(own):
+    for other in (f"{own}:Plain", f"{own}:Plain:size=4", "math:sqrt"):
+        message = error(STRATEGIES.create, other)
+        assert "is no strategy" in message and "polytempo.core.strategy:Strategy" in message
+    assert "is no device model" in error(DEVICES.create, f"{own}:Mine")
+
+
+def test_where_no_base_is_asked_for_a_plain_class_works_and_its_mistakes_are_named(own):
+    assert SHAPES.create(f"{own}:Plain:size=4").size == 4
+    assert "sise" in error(SHAPES.create, f"{own}:Plain:sise=4")
+
+
+def test_what_cannot_be_imported_is_named(own):
+    assert f"'{own}:Nobody'" in error(STRATEGIES.create, f"{own}:Nobody")
+    assert "'no_such_module:Mine'" in error(STRATEGIES.create, "no_such_module:Mine")
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        Circle(),
+        Circle(radius=3, clip=None, label=None, layers=(), visible=False),
+        Circle(clip=0.5, label="x", layers=(7, 8, 9), fill="dotted"),
+        Square(4),
+        Ellipse(),
+        Ellipse(radius=2, clip=None, ratio=1.5, layers=(4,)),
+    ],
+    ids=repr,
+)
+def test_describe_then_create_is_an_equal_object(thing):
+    table = SHAPES.describe(thing)
+    made = SHAPES.create(table)
+    assert made == thing and type(made) is type(thing)
+    # a TOML file has neither null nor tuples
+    assert all(v is not None and not isinstance(v, tuple) for v in table.values())
+
+
+def test_a_class_inside_a_class_comes_back():
+    thing = Drawing.Inner(5)
+    assert SHAPES.create(SHAPES.describe(thing)) == thing
+
+
+def test_a_name_that_nobody_registered_is_not_used_to_describe():
+    thing = Named(5)
+    assert SHAPES.create(SHAPES.describe(thing)) == thing
+
+
+def test_description_names_our_classes_shortly_and_the_users_by_their_path():
+    """In another process a user's registration may not have happened."""
+    assert STRATEGIES.describe(STRATEGIES.create("pace"))["name"] == "pace"
+    assert SHAPES.describe(Circle())["name"] == f"{__name__}:Circle"
+    assert SHAPES.describe(Ellipse())["name"] == f"{__name__}:Ellipse"
+    assert SHAPES.describe(Handmade())["name"] == f"{__name__}:Handmade"
+
+
+EVERYTHING = [
+    (registry, name)
+    for registry in (STRATEGIES, DEVICES, NETWORKS, DROPOUTS)
+    for name in registry
+    if name not in ("leave", "trace", "uniform")  # these have options without a default
+] + [
+    (DROPOUTS, "leave:at=3"),
+    (DROPOUTS, "trace:path=a.csv"),
+    (NETWORKS, "uniform:low=1,high=2"),
+    (DEVICES, "uniform"),
+]
+
+
+@pytest.mark.parametrize(("registry", "spec"), EVERYTHING, ids=lambda x: getattr(x, "kind", x))
+def test_everything_registered_can_be_described_and_made_again(registry, spec):
+    thing = registry.create(spec)
+    made = registry.create(registry.describe(thing))
+    assert made == thing and type(made) is type(thing)
+    assert registry.describe(made) == registry.describe(thing)

@@ -1,0 +1,208 @@
+"""The command as a newcomer meets it: help, lists, JSON for machines, pictures of the data."""
+
+import json
+import re
+from dataclasses import fields
+
+import pytest
+
+from polytempo.cli import app
+from polytempo.data import available
+from polytempo.experiments.config import RunConfig
+from polytempo.strategies import STRATEGIES
+
+COMMANDS = ("run", "compare", "strategies", "data")
+TINY = ("--clients", 6, "--rounds", 5, "--limit", 120, "--model", "linear", "--epochs", 1)
+
+
+def flat(text: str) -> str:
+    """A help page without its frames and line breaks."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+
+# -- help -----------------------------------------------------------------------------------------
+
+
+def test_the_command_alone_shows_its_help(polytempo):
+    outcome = polytempo()
+    assert outcome.code in (0, 2)
+    assert all(command in outcome.out + outcome.err for command in COMMANDS)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, flag, polytempo):
+    outcome = polytempo(command, flag)
+    assert outcome.code == 0
+    assert "Usage: polytempo " + command in outcome.out
+    if command != "strategies":
+        assert f"Example: polytempo {command}" in outcome.out
+
+
+def test_the_help_of_run_names_every_setting(polytempo):
+    page = flat(polytempo("run", "--help").out)
+    for name, field in RunConfig.model_fields.items():
+        assert "--" + name.replace("_", "-") + " " in page
+        assert flat(str(field.description)) in page
+
+
+def test_the_help_of_run_tells_the_defaults(polytempo):
+    page = flat(polytempo("run", "--help").out)
+    for name, field in RunConfig.model_fields.items():
+        if field.default not in (None, False):
+            assert f"{flat(str(field.description))} [{field.default}]" in page, name
+    assert "[runs/STRATEGY-DATA-SEED]" in page
+
+
+def test_the_help_of_compare_tells_what_the_target_is_by_default(polytempo):
+    assert "[fedavg, or the first]" in flat(polytempo("compare", "--help").out)
+
+
+def test_every_option_is_explained():
+    from typer.main import get_command
+
+    for name, command in get_command(app).commands.items():
+        for parameter in command.params:
+            assert parameter.help, f"{name} {parameter.name}"
+
+
+def test_an_unknown_command_names_the_nearest(polytempo):
+    outcome = polytempo("compar")
+    assert outcome.code == 2
+    assert "compare" in outcome.err.replace("'compar'", "")
+
+
+def test_an_error_does_not_begin_with_an_empty_line(polytempo):
+    assert polytempo("run", "--rounds", 0).err.startswith("error: ")
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+def test_json_is_all_that_run_prints(polytempo, tmp_path):
+    outcome = polytempo("run", *TINY, "--out", tmp_path / "run", "--json")
+    assert outcome.json == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert outcome.err == ""
+
+
+def test_json_is_all_that_compare_prints(polytempo, tmp_path):
+    outcome = polytempo("compare", "pace", "fedavg", *TINY, "--out", tmp_path, "--json")
+    assert outcome.json == json.loads((tmp_path / "results.json").read_text())
+    assert [found["strategy"] for found in outcome.json] == ["pace", "fedavg"]
+    assert outcome.err == ""
+
+
+@pytest.mark.parametrize("command", [["run"], ["compare", "pace"], ["data", "--data", "digits"]])
+def test_an_error_leaves_stdout_empty_for_machines(command, polytempo, tmp_path):
+    outcome = polytempo(*command, "--clients", 99999, "--json", "--out", tmp_path / "out.png")
+    assert "99999" in outcome.error
+
+
+# -- for people -----------------------------------------------------------------------------------
+
+
+def test_run_prints_the_figures_of_its_result(finished):
+    folder, outcome = finished
+    found = json.loads((folder / "result.json").read_text())
+    for share in ("accuracy", "accuracy_best", "accuracy_adapted"):
+        assert f"{100 * found[share]:.1f}%" in outcome.out
+    assert found["fingerprint"] in outcome.out
+    assert f"{found['arrivals']} updates" in outcome.out
+
+
+def test_progress_goes_to_stderr(finished):
+    outcome = finished[1]
+    assert "12/12" in outcome.err
+    assert re.search(r"t=[\d.]+s +accuracy [\d.]+%", outcome.err)
+    assert "12/12" not in outcome.out
+
+
+def test_the_progress_of_a_resumed_run_is_where_it_ended(finished, polytempo):
+    assert "12/12" in polytempo("run", "--resume", finished[0]).err
+
+
+def test_each_figure_takes_one_line_when_piped(polytempo, tmp_path):
+    name = "synthetic:groups=2,kind=permutation,samples=24,features=12,classes=4"
+    given = ("--data", name, "--clients", 6, "--rounds", 2, "--model", "linear")
+    lines = polytempo("run", *given, "--out", tmp_path / "run").out.splitlines()
+    assert [line for line in lines if not re.match(r" *\w[\w, ]*  \S", line)] == []
+
+
+# -- strategies -----------------------------------------------------------------------------------
+
+
+def test_json_lists_every_strategy_with_its_options(polytempo):
+    listed = {row["name"]: row for row in polytempo("strategies", "--json").json}
+    assert list(listed) == sorted(STRATEGIES)
+    for name, row in listed.items():
+        assert row["family"]
+        assert row["paper"]
+        assert row["summary"]
+        made = STRATEGIES.create(name)
+        options = {f.name: getattr(made, f.name) for f in fields(made) if f.init}
+        assert row["parameters"] == json.loads(json.dumps(options))
+
+
+def test_every_listed_option_can_be_given(polytempo):
+    for row in polytempo("strategies", "--json").json:
+        given = {k: "none" if v is None else v for k, v in row["parameters"].items()}
+        made = STRATEGIES.create({"name": row["name"], **given})
+        assert made == STRATEGIES.create(row["name"])
+
+
+def test_the_table_of_strategies_names_them_all(polytempo):
+    out = polytempo("strategies").out
+    assert all(f" {name} " in out for name in STRATEGIES)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def test_json_lists_the_data_sets(polytempo, tmp_path):
+    listed = {row["name"]: row for row in polytempo("data", "--json").json}
+    assert set(listed) == {info.name for info in available()}
+    assert listed["digits"]["available"] is True
+    assert listed["digits"]["samples"] == 1797
+    assert listed["mnist"]["available"] is False
+    assert "POLYTEMPO_DATA" in listed["mnist"]["where"]
+    elsewhere = {
+        row["name"]: row for row in polytempo("data", "--data-dir", tmp_path, "--json").json
+    }
+    assert str(tmp_path) in elsewhere["mnist"]["where"]
+
+
+def test_the_table_of_data_sets_names_them_all(polytempo):
+    out = polytempo("data").out
+    for info in available():
+        assert info.name.partition(":")[0] in out
+    assert ".npz" in out
+
+
+def test_data_tells_how_a_set_is_spread(polytempo):
+    found = polytempo(
+        "data", "--data", "digits", "--clients", 8, "--partition", "iid", "--json"
+    ).json
+    assert found["clients"] == 8
+    assert found["classes"] == 10
+    assert found["smallest_client"] <= found["training_samples"] / 8 <= found["largest_client"]
+    assert 9 < found["labels_per_client"] <= 10
+    few = polytempo(
+        *("data", "--data", "digits", "--clients", 8),
+        *("--partition", "pathological:classes=2", "--json"),
+    ).json
+    assert few["labels_per_client"] <= 4
+
+
+def test_data_draws_the_labels_of_each_client(polytempo, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "new folder" / "labels.png"
+    outcome = polytempo("data", "--data", "digits", "--clients", 8, "--limit", 300, "-o", path)
+    assert outcome.code == 0
+    assert "labels.png" in outcome.out
+    assert image.imread(path)[..., :3].std() > 0.02
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(polytempo, tmp_path):
+    error = polytempo("data", "--data", "digits", "-o", tmp_path / "labels.xyz").error
+    assert ".png" in error

@@ -1,0 +1,236 @@
+"""Several strategies on the same federation, devices and seeds: nothing is run twice."""
+
+import csv
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from polytempo.experiments import compare as module
+from polytempo.experiments.config import read_config
+
+SMALL = ("--clients", 6, "--rounds", 12, "--limit", 300, "--adapt-epochs", 1)
+TINY = ("--clients", 6, "--rounds", 10, "--limit", 120, "--model", "linear", "--epochs", 1)
+
+
+@pytest.fixture(scope="session")
+def compared(polytempo, tmp_path_factory):
+    """PACE and FedAvg over two seeds, with plots. Not to be changed."""
+    folder = tmp_path_factory.mktemp("compared")
+    return folder, polytempo("compare", "pace", "fedavg", *SMALL, "--seeds", 2, "-o", folder)
+
+
+@pytest.fixture
+def small(polytempo, tmp_path) -> Path:
+    """A folder with two quick strategies in it."""
+    assert polytempo("compare", "pace", "standalone", *TINY, "-o", tmp_path).code == 0
+    return tmp_path
+
+
+@pytest.fixture
+def forbidden(monkeypatch):
+    """From now on, nothing may be run."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("this was to be taken from the folder")
+
+    monkeypatch.setattr(module, "run", refuse)
+    monkeypatch.setattr(module, "resume", refuse)
+
+
+def summaries(folder: Path, strategy: str, seeds=(0, 1)) -> list[dict]:
+    places = [folder / strategy / f"seed{seed}" / "result.json" for seed in seeds]
+    return [json.loads(place.read_text()) for place in places]
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "summary.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_strategy_runs_with_every_seed(compared):
+    folder, outcome = compared
+    assert outcome.code == 0
+    for strategy in ("pace", "fedavg"):
+        for seed in (0, 1):
+            [found] = summaries(folder, strategy, [seed])
+            assert (found["strategy"], found["seed"], found["complete"]) == (strategy, seed, True)
+
+
+def test_strategies_share_everything_but_themselves(compared):
+    for seed in (0, 1):
+        one = read_config(compared[0] / "pace" / f"seed{seed}" / "config.toml")
+        other = read_config(compared[0] / "fedavg" / f"seed{seed}" / "config.toml")
+        assert one.pop("strategy") != other.pop("strategy")
+        assert one == other
+        [a], [b] = (summaries(compared[0], name, [seed]) for name in ("pace", "fedavg"))
+        assert a["federation"] == b["federation"]
+
+
+def test_the_table_shows_mean_and_spread(compared):
+    folder, outcome = compared
+    table = {row["strategy"]: row for row in rows(folder)}
+    for strategy in ("pace", "fedavg"):
+        runs = summaries(folder, strategy)
+        for column, key in [("handed", "accuracy"), ("adapted", "accuracy_adapted")]:
+            values = [100 * run[key] for run in runs]
+            mean, spread = statistics.mean(values), statistics.stdev(values)
+            found = [float(x) for x in re.findall(r"[\d.]+", table[strategy][column])]
+            assert found == pytest.approx([mean, spread], abs=0.051)
+        assert strategy in outcome.out
+    assert table["pace"]["handed"].split(" ")[0] in outcome.out
+
+
+def test_the_time_to_the_best_of_fedavg_is_the_default_column(compared):
+    folder = compared[0]
+    table = {row["strategy"]: row for row in rows(folder)}
+    times = []
+    for seed, run in enumerate(summaries(folder, "fedavg")):
+        with (folder / "fedavg" / f"seed{seed}" / "history.csv").open(newline="") as file:
+            history = list(csv.DictReader(file))
+        reached = [r for r in history if float(r["accuracy"]) >= run["accuracy_best"]]
+        times.append(float(reached[0]["time"]))
+    found = table["fedavg"]["time to best of fedavg"].split(" ")[0]
+    assert float(found) == pytest.approx(statistics.mean(times), abs=0.051)
+
+
+def test_a_comparison_writes_results_plots_and_report(compared):
+    folder = compared[0]
+    results = json.loads((folder / "results.json").read_text())
+    assert results == [*summaries(folder, "pace"), *summaries(folder, "fedavg")]
+    for name in ("accuracy_time.png", "accuracy_rounds.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    text = (folder / "report.html").read_text()
+    assert text.count("data:image/png;base64,") >= 4
+    assert "pace" in text
+    assert "fedavg" in text
+
+
+def test_a_second_call_runs_nothing_again(small, polytempo, forbidden):
+    before = {path: path.stat().st_mtime_ns for path in small.glob("*/seed*/*")}
+    outcome = polytempo("compare", "pace", "standalone", *TINY, "-o", small, "--json")
+    expected = [*summaries(small, "pace", [0]), *summaries(small, "standalone", [0])]
+    assert outcome.json == expected
+    assert {path: path.stat().st_mtime_ns for path in small.glob("*/seed*/*")} == before
+
+
+def test_a_strategy_or_a_seed_can_be_added_later(small, polytempo, monkeypatch):
+    real, ran = module.run, []
+
+    def record(config, place, **more):
+        ran.append((config.strategy_name, config.seed))
+        return real(config, place, **more)
+
+    monkeypatch.setattr(module, "run", record)
+    more = ("compare", "pace", "fedbuff", *TINY, "--seeds", 2, "-o", small, "--json")
+    outcome = polytempo(*more)
+    assert ran == [("pace", 1), ("fedbuff", 0), ("fedbuff", 1)]
+    assert [(found["strategy"], found["seed"]) for found in outcome.json] == [
+        ("pace", 0),
+        ("pace", 1),
+        ("fedbuff", 0),
+        ("fedbuff", 1),
+    ]
+
+
+def test_the_first_seed_can_be_chosen(polytempo, tmp_path):
+    arguments = ("compare", "fedavg", *TINY, "--first-seed", 7, "--seeds", 2, "-o", tmp_path)
+    assert [found["seed"] for found in polytempo(*arguments, "--json").json] == [7, 8]
+
+
+def test_a_seed_from_the_file_is_not_ignored(polytempo, tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text("seed = 5\n")
+    outcome = polytempo("compare", "fedavg", *TINY, "-c", file, "-o", tmp_path / "c", "--json")
+    assert outcome.code == 2 or [found["seed"] for found in outcome.json] == [5]
+
+
+def test_options_of_strategies_tell_them_apart(polytempo, tmp_path):
+    labels = ("fedasync:alpha=0.2", "fedasync:alpha=0.9,a=0.1")
+    outcome = polytempo("compare", *labels, *TINY, "-o", tmp_path)
+    assert outcome.code == 0
+    assert len(list(tmp_path.glob("*/seed0/result.json"))) == 2
+    table = rows(tmp_path)
+    assert [row["strategy"] for row in table] == list(labels)
+    one, other = (json.loads(p.read_text()) for p in tmp_path.glob("*/seed0/result.json"))
+    assert one["fingerprint"] != other["fingerprint"]
+
+
+def test_the_summary_is_a_rectangle_whatever_the_target_is_called(polytempo, tmp_path):
+    label = "fedasync:alpha=0.9,a=0.1"  # the comma is in a heading, too
+    assert polytempo("compare", label, *TINY, "-o", tmp_path).code == 0
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        header, *body = csv.reader(file)
+    assert [len(row) for row in body] == [len(header)]
+    assert f"time to best of {label}" in header
+
+
+def test_other_settings_in_the_same_folder_are_refused(small, polytempo):
+    before = {path: path.read_bytes() for path in small.rglob("*") if path.is_file()}
+    error = polytempo("compare", "pace", "standalone", *TINY, "--lr", 0.5, "-o", small).error
+    assert "lr = 0.01" in error
+    assert "0.5" in error
+    assert "--out" in error
+    assert {path: path.read_bytes() for path in small.rglob("*") if path.is_file()} == before
+
+
+def test_an_interrupted_comparison_goes_on(polytempo, interrupt, tmp_path):
+    arguments = ("compare", "pace", "fedavg", *TINY, "--seeds", 2)
+    whole = polytempo(*arguments, "-o", tmp_path / "whole", "--json").json
+    interrupt(12)
+    stopped = polytempo(*arguments, "-o", tmp_path / "halved")
+    assert stopped.code == 130
+    assert "again" in stopped.err
+    assert not (tmp_path / "halved" / "results.json").exists()
+    assert polytempo(*arguments, "-o", tmp_path / "halved").code == 0
+    finished = json.loads((tmp_path / "halved" / "results.json").read_text())
+    assert [run["fingerprint"] for run in finished] == [run["fingerprint"] for run in whole]
+
+
+@pytest.mark.parametrize(
+    ("target", "heading"),
+    [("0.5", "time to 50.0%"), ("standalone", "time to best of standalone"), ("1", "time to 100")],
+)
+def test_the_target_is_an_accuracy_or_a_strategy(target, heading, small, polytempo, forbidden):
+    arguments = ("compare", "pace", "standalone", *TINY, "-o", small)
+    assert polytempo(*arguments, "--target", target).code == 0
+    assert any(column.startswith(heading) for column in rows(small)[0])
+
+
+def test_a_target_that_is_never_reached_is_never(small, polytempo, forbidden):
+    arguments = ("compare", "pace", "standalone", *TINY, "-o", small, "--target", "1.0")
+    assert polytempo(*arguments).code == 0
+    assert [row["time to 100.0%"] for row in rows(small)] == ["never", "never"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("pace", "fedavg", "--target", "fedav"), ["fedav", "did you mean 'fedavg'"]),
+        (("pace", "--target", "80"), ["80", "0.8"]),
+        (("pace", "--target", "-1"), ["-1"]),
+        (("pace", "--target", "nan"), ["nan"]),
+        (("pace", "--target", "fedavg"), ["fedavg", "pace"]),  # it takes no part
+        (("pace", "fedavgg"), ["fedavgg", "did you mean 'fedavg'"]),
+        (("pace", "fedbuff:buffersize=3"), ["buffersize", "buffer_size"]),
+        (("pace", "--seeds", "0"), ["--seeds", "0"]),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_run(arguments, words, polytempo, tmp_path):
+    error = polytempo("compare", *arguments, *TINY, "-o", tmp_path / "out").error
+    assert all(word in error for word in words), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_strategy_at_all_is_a_mistake(polytempo):
+    outcome = polytempo("compare")
+    assert outcome.code == 2
+    assert "strategies" in outcome.err
+
+
+def test_a_damaged_result_is_named(small, polytempo):
+    (small / "pace" / "seed0" / "result.json").write_text("{")
+    error = polytempo("compare", "pace", *TINY, "-o", small).error
+    assert str(small / "pace" / "seed0") in error

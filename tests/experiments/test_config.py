@@ -1,0 +1,299 @@
+"""Settings: the same ones as options, from TOML files and in Python, all checked before a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from polytempo import PolytempoError, cli
+from polytempo.experiments.config import RunConfig, make_config, read_config, write_config
+from polytempo.strategies import STRATEGIES
+
+# A value for each setting that is not its default.
+VALUES: dict[str, Any] = {
+    "strategy": "fedprox:mu=0.25",
+    "data": "synthetic",
+    "data_dir": "somewhere",
+    "clients": 7,
+    "partition": "dirichlet:alpha=0.5",
+    "shift": "noise",
+    "test_fraction": 0.5,
+    "limit": 100,
+    "model": "linear",
+    "buffers": "reset",
+    "rounds": 9,
+    "until": 5.5,
+    "slots": 2,
+    "refill": "same",
+    "devices": "two-speed:slow=0.5",
+    "network": "wifi",
+    "dropout": "drop:probability=0.2",
+    "epochs": 2,
+    "steps": 3,
+    "batch_size": 8,
+    "lr": 0.5,
+    "momentum": 0.1,
+    "weight_decay": 0.01,
+    "eval_every": 4,
+    "adapt_epochs": 0,
+    "adapt_always": True,
+    "seed": 3,
+    "check": True,
+    "events": True,
+}
+
+
+@pytest.fixture
+def resolved(monkeypatch, polytempo):
+    """The settings with which `polytempo run ...` would have run."""
+    found = []
+
+    def stand_in(config, folder, **ignored):
+        found.append(config)
+        raise PolytempoError("enough")
+
+    monkeypatch.setattr(cli, "run", stand_in)
+
+    def resolve(*arguments: object) -> RunConfig:
+        assert polytempo("run", *arguments).error == "enough"
+        return found[-1]
+
+    return resolve
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def as_option(name: str, value: object) -> list[object]:
+    return [option(name)] if value is True else [option(name), value]
+
+
+def write(path: Path, **table: object) -> Path:
+    path.write_text(tomli_w.dumps(table), encoding="utf8")
+    return path
+
+
+def test_the_table_above_names_every_setting():
+    assert VALUES.keys() == RunConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", RunConfig.model_fields)
+def test_every_setting_is_an_option_and_a_key(name, resolved, tmp_path):
+    wanted = make_config({name: VALUES[name]})
+    assert getattr(wanted, name) != getattr(RunConfig(), name)
+    assert resolved(*as_option(name, VALUES[name])) == wanted
+    underscore = write(tmp_path / "a.toml", **{name: VALUES[name]})
+    assert resolved("--config", underscore) == wanted
+    hyphen = write(tmp_path / "b.toml", **{name.replace("_", "-"): VALUES[name]})
+    assert resolved("-c", hyphen) == wanted
+
+
+def test_options_win_over_the_file_and_the_file_over_defaults(resolved, tmp_path):
+    file = write(tmp_path / "my.toml", rounds=9, lr=0.5, strategy="fedavg")
+    config = resolved("--config", file, "--rounds", 7, "--strategy", "fedbuff")
+    assert (config.rounds, config.lr, config.strategy_name) == (7, 0.5, "fedbuff")
+    assert config.momentum == RunConfig().momentum
+
+
+def test_things_with_options_may_be_tables(resolved, tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text(
+        'strategy = {name = "pace", gamma = 2}\n'
+        '[partition]\nname = "dirichlet"\nalpha = 0.5\n'
+        '[model]\nname = "mlp"\nhidden = [8]\n'
+    )
+    config = resolved("-c", file)
+    assert config == resolved(
+        *("--strategy", "pace:gamma=2", "--partition", "dirichlet:alpha=0.5"),
+        *("-c", write(tmp_path / "model.toml", model={"name": "mlp", "hidden": [8]})),
+    )
+    assert config.make("strategy").gamma == 2
+
+
+def test_a_strategy_is_resolved_with_all_its_options():
+    config = make_config({"strategy": "pace:gamma=2"})
+    made = STRATEGIES.create("pace:gamma=2")
+    assert config.strategy == STRATEGIES.describe(made)
+    assert config.make("strategy") == made
+
+
+def test_the_default_strategy_and_data_need_nothing():
+    assert (RunConfig().strategy_name, RunConfig().data) == ("pace", "digits")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    table=some.fixed_dictionaries(
+        {},
+        optional={
+            "strategy": some.sampled_from([*STRATEGIES, "pace:gamma=0.1,reply=fresh"]),
+            "partition": some.sampled_from(["iid", "pathological", "dirichlet:alpha=1e-3"]),
+            "devices": some.sampled_from(["equal", "severe", "uniform:high=9"]),
+            "dropout": some.sampled_from(["none", "delay", "leave:at=3.5"]),
+            "rounds": some.integers(1, 10**9),
+            "seed": some.integers(-(2**40), 2**40),
+            "lr": some.floats(1e-300, 1e300),
+            "until": some.floats(1e-9, 1e300),
+            "test_fraction": some.floats(1e-6, 1 - 1e-6),
+            "data": some.text(min_size=1),
+            "check": some.booleans(),
+        },
+    )
+)
+def test_a_configuration_survives_its_file(table, tmp_path):
+    config = make_config(table)
+    write_config(tmp_path / "config.toml", config)
+    assert make_config(read_config(tmp_path / "config.toml")) == config
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("round", "rounds"), ("batchsize", "batch_size"), ("eval-evry", "eval_every"), ("LR", "lr")],
+)
+def test_an_unknown_key_names_the_nearest(key, near, polytempo, tmp_path):
+    file = write(tmp_path / "my.toml", **{key: 3})
+    error = polytempo("run", "-c", file).error
+    assert repr(key.replace("-", "_")) in error
+    assert repr(near) in error
+
+
+def test_an_unknown_key_in_no_way_like_another_lists_them_all(polytempo, tmp_path):
+    error = polytempo("run", "-c", write(tmp_path / "my.toml", xyzzy=1)).error
+    assert all(name in error for name in RunConfig.model_fields)
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "data"])
+@pytest.mark.parametrize(
+    ("key", "near"), [("--client", "--clients"), ("--batch-sise", "--batch-size")]
+)
+def test_an_unknown_option_names_the_nearest(command, key, near, polytempo):
+    outcome = polytempo(command, *(["pace"] if command == "compare" else []), key, 3)
+    assert outcome.code == 2
+    assert key in outcome.err
+    assert near in outcome.err.replace(key + " ", "")
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rounds", "many"),
+        ("rounds", 1.5),
+        ("clients", "some"),
+        ("lr", "fast"),
+        ("check", "perhaps"),
+        ("strategy", 5),
+        ("data", 3),
+        ("seed", [1, 2]),
+        ("refill", "never"),
+        ("buffers", "drop"),
+    ],
+)
+def test_a_wrong_type_in_a_file_is_one_line(name, value, polytempo, tmp_path):
+    error = polytempo("run", "-c", write(tmp_path / "my.toml", **{name: value})).error
+    assert name in error
+    assert repr(value) in error
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rounds", "many"), ("clients", "1.5"), ("lr", "fast"), ("seed", "x")]
+)
+def test_a_wrong_type_in_an_option_names_the_option(name, value, polytempo):
+    outcome = polytempo("run", option(name), value)
+    assert outcome.code == 2
+    assert option(name) in outcome.err
+    assert "valid" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rounds", 0),
+        ("clients", 0),
+        ("clients", -3),
+        ("limit", 0),
+        ("test_fraction", 0),
+        ("test_fraction", 1),
+        ("until", 0),
+        ("slots", 0),
+        ("epochs", 0),
+        ("steps", 0),
+        ("batch_size", 0),
+        ("lr", 0),
+        ("lr", -0.1),
+        ("lr", "nan"),
+        ("momentum", 1),
+        ("momentum", -0.5),
+        ("weight_decay", -1),
+        ("eval_every", 0),
+        ("adapt_epochs", -1),
+        ("refill", "sometimes"),
+        ("buffers", "keep"),
+    ],
+)
+def test_a_value_out_of_range_is_one_line(name, value, polytempo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = polytempo("run", option(name), value).error
+    assert name in error
+    assert str(value) in error
+    assert "should be" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"rounds = \n", "line 1"),
+        (b"rounds = 3\nrounds = 4\n", "line 2"),
+        (b"[strategy\n", "line 1"),
+        (b"\xff\xfe\x00", "utf-8"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_place(content, why, polytempo, tmp_path):
+    file = tmp_path / "broken.toml"
+    file.write_bytes(content)
+    for command in (["run"], ["compare", "pace"], ["data"]):
+        error = polytempo(*command, "-c", file).error
+        assert str(file) in error
+        assert why in error
+
+
+def test_a_missing_file_is_named(polytempo, tmp_path):
+    error = polytempo("run", "-c", tmp_path / "none.toml").error
+    assert "none.toml" in error
+    assert "No such file" in error
+    assert str(tmp_path) in polytempo("run", "-c", tmp_path).error  # a folder is no file
+
+
+@pytest.mark.parametrize(
+    ("setting", "spec", "words"),
+    [
+        ("strategy", "pacee", ["pacee", "pace"]),
+        ("strategy", "nonsense", ["nonsense", *STRATEGIES]),
+        ("strategy", "pace:gama=2", ["gama", "gamma"]),
+        ("strategy", "pace:gamma=much", ["gamma", "much"]),
+        ("strategy", "pace:gamma=-1", ["gamma", "-1", "greater"]),
+        ("strategy", "pace:gamma", ["gamma", "key=value"]),
+        ("partition", "dirichelt", ["dirichelt", "dirichlet"]),
+        ("partition", "dirichlet:alpha=0", ["alpha", "greater than 0"]),
+        ("shift", "rotate", ["rotate", "rotation"]),
+        ("devices", "two-sped", ["two-sped", "two-speed"]),
+        ("devices", "two-speed:slow=2", ["slow", "less than or equal to 1"]),
+        ("network", "6g", ["6g", "5g"]),
+        ("dropout", "drops", ["drops", "drop"]),
+        ("model", "mpl", ["mpl", "mlp"]),
+        ("model", "mlp:hiden=3", ["hiden", "hidden"]),
+    ],
+)
+def test_a_wrong_name_or_option_names_the_right_one(setting, spec, words, polytempo, tmp_path):
+    error = polytempo("run", option(setting), spec, "--out", tmp_path / "run").error
+    assert all(word in error for word in words), error
+    assert not (tmp_path / "run").exists()
