@@ -15,7 +15,9 @@ ALLOWED = {
     "strategies": {"core"},
     "simulation": {"core", "data", "models", "local", "strategies"},
     "report": {"core"},
-    "experiments": {"core", "data", "models", "local", "strategies", "simulation", "report"},
+    "experiments": {
+        *("core", "data", "models", "local", "strategies", "simulation", "report", "storage")
+    },
 }
 NO_IO = {"socket", "time", "threading", "random", "asyncio", "subprocess", "requests", "datetime"}
 

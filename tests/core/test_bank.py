@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polytempo.core.bank import ModelBank
 from polytempo.core.rng import rng
-from polytempo.core.state import load_state, save_state
+from polytempo.storage import load_state, save_state
 
 CLIENTS, SIZE = 5, 7
 MEASURES = ["cosine", "inner", "l1", "l2"]

@@ -16,9 +16,9 @@ from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.messages import Dispatch, Staleness, Stop, Update
 from polytempo.core.rng import rng
 from polytempo.core.server import Server
-from polytempo.core.state import load_state, save_state
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.core.task import Task
+from polytempo.storage import load_state, save_state
 
 SIZE = 4
 

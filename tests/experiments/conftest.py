@@ -4,7 +4,7 @@ import io
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,28 +84,27 @@ def plotless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """The folder of a run of PACE with everything in it, and what was printed. Not to be changed."""
+    """The folder of a run of PACE with everything in it, and what it printed. To be read only."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     given = ("--clients", 6, "--rounds", 12, "--limit", 300, "--events", "--check")
     return folder, _command("run", *given, "--out", folder)
 
 
 @pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def interrupt() -> Iterator[Callable[..., None]]:
     """`interrupt(n)` makes the next run receive a real SIGINT at its n-th event."""
+    usual = cli._watch
 
     def arm(at: int, number: int = signal.SIGINT) -> None:
-        def watch(*ignored: object) -> object:
-            def attach(simulator: object, rounds: int) -> Callable[[dict[str, Any]], None]:
-                def observe(event: dict[str, Any]) -> None:
-                    if event["n"] == at:
-                        monkeypatch.undo()
-                        signal.raise_signal(number)
+        def attach(simulator: object, rounds: int) -> Callable[[dict[str, Any]], None]:
+            def observe(event: dict[str, Any]) -> None:
+                if event["n"] == at:
+                    cli._watch = usual
+                    signal.raise_signal(number)
 
-                return observe
+            return observe
 
-            return attach
+        cli._watch = lambda *ignored: attach
 
-        monkeypatch.setattr(cli, "_watch", watch)
-
-    return arm
+    yield arm
+    cli._watch = usual

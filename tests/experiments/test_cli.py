@@ -187,10 +187,7 @@ def test_data_tells_how_a_set_is_spread(polytempo):
     assert found["classes"] == 10
     assert found["smallest_client"] <= found["training_samples"] / 8 <= found["largest_client"]
     assert 9 < found["labels_per_client"] <= 10
-    few = polytempo(
-        *("data", "--data", "digits", "--clients", 8),
-        *("--partition", "pathological:classes=2", "--json"),
-    ).json
+    few = polytempo(*digits, "--partition", "pathological").json
     assert few["labels_per_client"] <= 4
 
 

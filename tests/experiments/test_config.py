@@ -155,7 +155,12 @@ def test_a_configuration_survives_its_file(table, tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("round", "rounds"), ("batchsize", "batch_size"), ("eval-evry", "eval_every"), ("LR", "lr")],
+    [
+        ("round", "rounds"),
+        ("batchsize", "batch_size"),
+        ("eval-evry", "eval_every"),
+        ("sed", "seed"),
+    ],
 )
 def test_an_unknown_key_names_the_nearest(key, near, polytempo, tmp_path):
     file = write(tmp_path / "my.toml", **{key: 3})

@@ -11,9 +11,9 @@ from torch import nn
 
 from polytempo import Context, Server, Task, Update
 from polytempo.core.messages import Dispatch
-from polytempo.core.state import load_state, save_state
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import TwoSpeed
+from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
 
 SAMPLES = [12, 30, 7, 21, 16, 9]

@@ -138,7 +138,7 @@ def test_a_run_equals_the_straight_line_derivation(seed):
     initial = torch.from_numpy(random.normal(size=D)).float()
     capacity, omega = 2, 12.0
     megahertz = capacity * initial.nbytes * 8 / (0.3 * math.log2(11)) / 1e6 * 1.01
-    pace = PACE(omega=omega, gamma=0.9, bandwidth_mhz=megahertz)
+    pace = PACE(omega=omega, gamma=0.9, bandwidth_mhz=megahertz, reference="model")
     server = Server(pace, Context(initial, samples, Task(), seed), slots=4, refill="idle")
     training = {action.client: action.number for action in server.join(range(6))}
     first = list(training)
@@ -213,7 +213,7 @@ def test_reply_is_the_model_before_or_after_the_update():
 
 
 def test_without_its_components_it_is_the_naive_method():
-    bare = ready(buffer=False, multicast=False, staleness_decay=False, reference="displacement")
+    bare = ready(buffer=False, multicast=False, staleness_decay=False)
     naive = PFedGraphAsync()
     naive.setup(context())
     for k, client in enumerate([0, 2, 1, 0, 3, 2]):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
@@ -48,16 +49,18 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         attribute, _, rest = rest.partition(":")
         name = f"{name}:{attribute}"
     found: dict[str, Any] = {}
-    for part in re.split(r",(?![^\[]*\])", rest) if rest else []:
+    for part in re.split(r",(?=\s*[A-Za-z_][\w-]*\s*=)", rest) if rest else []:
         key, equals, text = part.partition("=")
-        if not equals or not key.strip():
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text.strip()
+        unquoted = isinstance(value, str) and "," in value and value[0] != "[" and '"' not in text
+        if not equals or not key.strip() or unquoted:
             raise PolytempoError(
                 f"{spec!r}: cannot read {part!r}; write options as name:key=value,key=value"
             )
-        try:
-            found[key.strip().replace("-", "_")] = json.loads(text)
-        except json.JSONDecodeError:
-            found[key.strip().replace("-", "_")] = text.strip()
+        found[key.strip().replace("-", "_")] = value
     return name, found
 
 
@@ -65,8 +68,10 @@ def explain(error: pydantic.ValidationError, known: Iterator[str] | list[str]) -
     """The first complaint of a pydantic error, in one line that says what to do."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+    if first["type"] == "unexpected_keyword_argument":
         return f"unknown option {where!r}{nearest(where, known)}"
+    if first["type"] in ("missing", "missing_argument"):
+        return f"the option {where!r} is required: write {where}=..."
     return f"{where}: {first['msg']}, got {first['input']!r}" if where else first["msg"]
 
 
@@ -94,6 +99,8 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> Callable[..., T]:
         if name in self._known:
             return self._known[name]
+        if name.partition(":")[0] in self._known:
+            raise PolytempoError(f"{self.kind} {name!r}: write options as name:key=value,key=value")
         if ":" in name:
             return cast(Callable[..., T], self._import(name))
         raise PolytempoError(f"no {self.kind} is called {name!r}{nearest(name, self._known)}")
@@ -101,7 +108,7 @@ class Registry(Generic[T]):
     def _import(self, name: str) -> Any:
         module, _, attribute = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            return operator.attrgetter(attribute)(importlib.import_module(module))
         except (ImportError, AttributeError) as error:
             raise PolytempoError(
                 f"{self.kind} {name!r} cannot be imported: {error}; is its folder on PYTHONPATH?"

@@ -28,8 +28,7 @@ import torch
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.messages import Action, Dispatch, InFlight, Staleness, Stop, Update
 from polytempo.core.rng import rng
-from polytempo.core.state import State
-from polytempo.core.strategy import Context, Refill, Strategy
+from polytempo.core.strategy import Context, Refill, State, Strategy
 
 
 class Open(NamedTuple):
@@ -71,12 +70,13 @@ class Server:
 
     def join(self, clients: Iterable[int]) -> list[Action]:
         """These clients are here (for the first time, or again)."""
-        for client in clients:
+        joining = set(clients)
+        for client in joining:
             if not 0 <= client < self.context.clients:
                 raise PolytempoError(
                     f"client {client} cannot join: ids go from 0 to {self.context.clients - 1}"
                 )
-            self.members.add(client)
+        self.members |= joining
         return self._fill()
 
     def leave(self, client: int) -> list[Action]:
@@ -152,7 +152,7 @@ class Server:
 
     def _check(self, update: Update) -> None:
         client, number = update.client, update.number
-        if client not in self.members:
+        if client not in self.members and client not in self.open:
             raise Refused(f"client {client} never joined (or has left): it must join first")
         if not 0 <= number < len(self.owners):
             raise Refused(f"client {client} answers dispatch {number}, which was never sent")

@@ -37,10 +37,10 @@ from torch import Tensor
 from polytempo.core.bank import FloatArray
 from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.registry import Options, Registry
-from polytempo.core.state import State
 from polytempo.core.task import Task
 
 Refill = Literal["idle", "same", "cohort"]
+State = dict[str, Any]  # nested, with string keys; tensors, numpy arrays and JSON values
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.state import load_state, save_state
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import RunConfig, make_config, read_config, write_config
@@ -20,6 +19,7 @@ from polytempo.experiments.result import RunResult, summarise, write_result
 from polytempo.models import Inputs, Model, build
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.simulator import Observer
+from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
 
 Attach = Callable[[Simulator, int], Observer]  # given the number of rounds

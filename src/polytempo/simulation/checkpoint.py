@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch
-from polytempo.core.state import State
+from polytempo.core.strategy import State
 from polytempo.core.task import Task
 from polytempo.local import Job
 from polytempo.simulation.simulator import Flight, Simulator

@@ -50,8 +50,7 @@ class Checker:
             self._end(event)
             self._free(event)
         elif kind == "restart":
-            self._end(event, event["replaces"])
-            self.training[event["client"]] = event["dispatch"]
+            self._restart(event)
         elif kind == "missed":
             self._end(event)
         self._require(event["round"] == self.round, event, f"{self.round} updates were folded")
@@ -68,6 +67,15 @@ class Checker:
         self._require(not busy, event, "the client is in training already")
         self.training[event["client"]] = number
         self._require(len(self.training) <= self.slots, event, f"only {self.slots} slots")
+
+    def _restart(self, event: Event) -> None:
+        number, client = event["dispatch"], event["client"]
+        self._end(event, event["replaces"])
+        trained = self.training.get(client)
+        self._require(trained == event["replaces"], event, f"the client trained {trained}")
+        sent = self.open.get(number, {})
+        self._require(sent.get("client") == client, event, f"dispatch {number} is not open")
+        self.training[client] = number
 
     def _upload(self, event: Event) -> None:
         sent = self._end(event)

@@ -12,11 +12,17 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
+from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Options, Registry
 from polytempo.core.rng import rng
 
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _in_order(low: float, high: float) -> None:
+    if low > high:
+        raise PolytempoError(f"low must not be above high, got low={low:g}, high={high:g}")
 
 
 # -- devices: seconds of local training ---------------------------------------------------------
@@ -74,6 +80,9 @@ class Uniform(Devices):
     low: Positive = 1.0
     high: Positive = 5.0
 
+    def __post_init__(self) -> None:
+        _in_order(self.low, self.high)
+
     def factors(self, clients: int, seed: int) -> Sequence[float]:
         return [float(f) for f in rng(seed, "devices").uniform(self.low, self.high, clients)]
 
@@ -121,6 +130,9 @@ class Links(Network):
 
     low: Positive
     high: Positive
+
+    def __post_init__(self) -> None:
+        _in_order(self.low, self.high)
 
     def bandwidths(self, clients: int, seed: int) -> Sequence[float]:
         drawn = rng(seed, "network").uniform(self.low, self.high, clients)

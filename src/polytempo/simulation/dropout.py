@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Trace(Dropout):
     @cached_property
     def rows(self) -> list[Change]:
         try:
-            with Path(self.path).open(newline="", encoding="utf8") as file:
+            with Path(self.path).open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file)
                 missing = {"client", "time", "available"} - set(reader.fieldnames or ())
                 if missing:
@@ -106,9 +107,9 @@ class Trace(Dropout):
                         f"trace {self.path}: no column {', '.join(sorted(missing))}; "
                         "wanted: client,time,available and optionally latency"
                     )
-                return [self._read(line, row) for line, row in enumerate(reader, start=2)]
-        except OSError as error:
-            raise PolytempoError(f"trace {self.path} cannot be read: {error.strerror}") from error
+                return [self._read(reader.line_num, row) for row in reader]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise PolytempoError(f"trace {self.path} cannot be read: {error}") from error
 
     def _read(self, line: int, row: dict[str, str]) -> Change:
         try:
@@ -117,10 +118,11 @@ class Trace(Dropout):
             ]
             given = (row.get("latency") or "").strip()
             latency = float(given) if given else None
-            if latency is not None and not latency > 0:
-                raise ValueError("a training takes some time")
-            return Change(float(row["time"]), int(row["client"]), available, latency)
-        except (KeyError, ValueError) as error:
+            time = float(row["time"])
+            if not math.isfinite(time) or not (latency is None or 0 < latency < math.inf):
+                raise ValueError("no such time")
+            return Change(time, int(row["client"]), available, latency)
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise PolytempoError(
                 f"trace {self.path}, line {line}: cannot read {dict(row)}; wanted a client number, "
                 "a time in seconds, available 0 or 1, and a latency above 0 or nothing"
@@ -152,8 +154,11 @@ class Timeline:
 
     def next_available(self, client: int, time: float) -> float:
         """The earliest time, not before `time`, at which the client is there."""
-        now = self.at(client, time)
-        if now is None or now.available:
+        if self._available(client, time):
             return time
-        later = (c.time for c in self._of[client] if c.time > time and c.available)
-        return next(later, float("inf"))
+        later = (c.time for c in self._of[client] if c.time > time)
+        return next((t for t in later if self._available(client, t)), math.inf)
+
+    def _available(self, client: int, time: float) -> bool:
+        now = self.at(client, time)
+        return now is None or now.available

@@ -47,15 +47,16 @@ class PACE(PFedGraphAsync):
     `buffer`, `multicast`, `staleness_decay`: the components of Fig. 5, each a switch; with all
     three off this is pfedgraph-async.
 
-    Where we depart from the paper: W_j before j's first upload is p (the paper leaves it open);
-    of the groups that satisfy Eq. 16 we take the smallest, most stale clients first; s is a
-    dissimilarity throughout (the paper's Eq. 13 takes the cosine itself).
+    Where we depart from the paper: likeness is judged by what training has changed, as pFedGraph
+    does (`reference=model` compares the models as they are, the paper's formula, which hardly
+    tells clients apart that share an initialisation); W_j before j's first upload is p (the paper
+    leaves it open); of the groups that satisfy Eq. 16 we take the smallest, most stale clients
+    first; s is a dissimilarity throughout (the paper's Eq. 13 takes the cosine itself).
     """
 
     paper: ClassVar[str] = "Liu et al. 2026"
     state: ClassVar[tuple[str, ...]] = ("bank", "weights", "denominators")
 
-    reference: Literal["model", "displacement"] = "model"
     a: Annotated[float, Field(ge=0)] = 1.5
     omega: Annotated[float, Field(ge=0)] = 2500.0
     latency_ms: Annotated[float, Field(ge=0)] = 300.0

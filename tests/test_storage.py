@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from polytempo.core import state as module
+from polytempo import storage as module
 from polytempo.core.errors import PolytempoError
-from polytempo.core.state import load_state, save_state
+from polytempo.storage import load_state, save_state
 
 
 @pytest.fixture

@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.strategy import State
 
-State = dict[str, Any]
-_ARRAY = "$array"  # {"$array": "tensor" | "numpy"} marks where an array stood
+_ARRAY = "$array"  # {"$array": [kind, name in the file]} marks where an array stood
 
 
 def save_state(path: str | os.PathLike[str], state: State) -> None:
     """Write `state` to `path`; a crash leaves either the old file or the new one."""
     arrays: dict[str, Tensor] = {}
-    skeleton = _split(state, "", arrays)
+    skeleton = _split(state, "state", arrays)
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     save_file(arrays, str(partial), metadata={"state": json.dumps(skeleton)})
@@ -41,40 +41,39 @@ def load_state(path: str | os.PathLike[str]) -> State:
             skeleton = json.loads((file.metadata() or {})["state"])
             # Copied, because a sum over memory of another alignment may differ in its last bit.
             arrays = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        state: State = _join(skeleton, arrays)
     except FileNotFoundError as error:
         raise PolytempoError(f"there is no checkpoint {path}; start the run anew") from error
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise PolytempoError(
             f"{path} is no checkpoint of polytempo ({error}); delete it and start the run anew"
         ) from error
-    state: State = _join(skeleton, "", arrays)
     return state
 
 
 def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
-    if isinstance(node, Tensor):
-        arrays[where] = node.detach().clone(memory_format=torch.contiguous_format)
-        return {_ARRAY: "tensor"}
-    if isinstance(node, np.ndarray):
-        arrays[where] = torch.from_numpy(np.array(node))
-        return {_ARRAY: "numpy"}
+    """The JSON part of a node; its arrays go to `arrays`, named by number and place."""
+    if isinstance(node, Tensor | np.ndarray):
+        name = f"{len(arrays)} {where}"
+        if isinstance(node, Tensor):
+            arrays[name] = node.detach().clone(memory_format=torch.contiguous_format)
+            return {_ARRAY: ["tensor", name]}
+        arrays[name] = torch.from_numpy(np.array(node, order="C"))
+        return {_ARRAY: ["numpy", name]}
     if isinstance(node, dict):
-        if any(not isinstance(key, str) for key in node):
-            raise TypeError(f"state at {where!r} has keys that are not strings: {list(node)[:3]}")
+        for key in node:
+            if not isinstance(key, str) or key == _ARRAY:
+                raise TypeError(f"{where} has keys that are not strings, or reserved: {key!r}")
         return {key: _split(value, f"{where}/{key}", arrays) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_split(value, f"{where}/{i}", arrays) for i, value in enumerate(node)]
-    if isinstance(node, np.generic):
-        return node.item()
-    return node
+    return node.item() if isinstance(node, np.generic) else node
 
 
-def _join(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
+def _join(node: Any, arrays: dict[str, Tensor]) -> Any:
     if isinstance(node, dict):
         if _ARRAY in node:
-            found = arrays[where]
-            return found if node[_ARRAY] == "tensor" else found.numpy()
-        return {key: _join(value, f"{where}/{key}", arrays) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_join(value, f"{where}/{i}", arrays) for i, value in enumerate(node)]
-    return node
+            kind, name = node[_ARRAY]
+            return arrays[name] if kind == "tensor" else arrays[name].numpy()
+        return {key: _join(value, arrays) for key, value in node.items()}
+    return [_join(value, arrays) for value in node] if isinstance(node, list) else node
