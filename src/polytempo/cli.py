@@ -6,7 +6,8 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -78,7 +79,7 @@ def _option(name: str) -> inspect.Parameter:
     field = RunConfig.model_fields[name]
     kind = _plain(field.annotation)
     flag = "--" + name.replace("_", "-")
-    default = "" if field.default is None or field.default is False else f" [{field.default}]"
+    default = "" if field.default is None or field.default is False else f" \\[{field.default}]"
     option = typer.Option(flag, help=f"{field.description}{default}", show_default=False)
     return inspect.Parameter(
         name,
@@ -113,7 +114,8 @@ def run_command(
     *,
     config: Config = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write [runs/STRATEGY-DATA-SEED].")
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write \\[runs/STRATEGY-DATA-SEED]."),
     ] = None,
     resume_from: Annotated[
         Path | None,
@@ -167,12 +169,12 @@ def compare_command(
         Path, typer.Option("--out", "-o", help="Folder to write; what is in it is not run again.")
     ] = Path("runs/compare"),
     seeds: Annotated[int, typer.Option(help="How many seeds, from --first-seed on.")] = 1,
-    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    first_seed: Annotated[int | None, typer.Option(help="The first seed \\[0].")] = None,
     target: Annotated[
         str | None,
         typer.Option(
             help="Accuracy for the column 'time to': a number such as 0.8, or one of the "
-            "strategies, meaning its best [fedavg, or the first]."
+            "strategies, meaning its best \\[fedavg, or the first]."
         ),
     ] = None,
     as_json: Json = False,
@@ -187,12 +189,13 @@ def compare_command(
     if seeds < 1:
         raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
     base = {**(read_config(config) if config else {}), **settings}
+    first = base.pop("seed", 0) if first_seed is None else first_seed
     with _progress(as_json) as progress:
         comparison = run_comparison(
             strategies,
             base,
             out,
-            seeds=range(first_seed, first_seed + seeds),
+            seeds=range(first, first + seeds),
             target=target,
             watch=lambda label, seed: _watch(progress, f"{label} seed {seed}"),
         )
@@ -273,7 +276,8 @@ def data_command(
         output.print_json(data=figures)
     else:
         for key, value in figures.items():
-            output.print(f"{key.replace('_', ' '):>18}  {value}", highlight=False)
+            line = f"{key.replace('_', ' '):>18}  {escape(str(value))}"
+            output.print(line, highlight=False, soft_wrap=True)
         if out is None:
             output.print("[dim]add --out labels.png for a picture of the labels per client[/]")
 
@@ -329,7 +333,8 @@ def _show(result: RunResult, folder: Path) -> None:
         "folder": str(folder),
     }
     for key, value in rows.items():
-        output.print(f"{key:>20}  [bold]{escape(value)}[/]", highlight=False)
+        line = f"{key:>20}  [bold]{escape(value)}[/]"
+        output.print(line, highlight=False, soft_wrap=True)
 
 
 def _stopped(how: str) -> None:
@@ -345,8 +350,10 @@ def _free_folder(config: RunConfig) -> Path:
     return folder
 
 
-def _progress(quiet: bool) -> Progress:
-    return Progress(
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    """Bars on standard error, which appear with the first of them."""
+    bars = Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -355,6 +362,11 @@ def _progress(quiet: bool) -> Progress:
         console=notes,
         disable=quiet,
     )
+    try:
+        yield bars
+    finally:
+        if bars.live.is_started:
+            bars.stop()
 
 
 def _watch(progress: Progress, label: str) -> Attach:
@@ -362,12 +374,14 @@ def _watch(progress: Progress, label: str) -> Attach:
 
     def attach(simulator: Simulator, rounds: int) -> Observer:
         bar = progress.add_task(label, total=rounds, state="")
+        progress.start()
 
-        def observe(event: dict[str, Any]) -> None:
-            accuracy = simulator.history[-1]["accuracy"] if simulator.history else 0.0
-            state = f"t={event['time']:,.1f}s  accuracy {percent(accuracy)}"
-            progress.update(bar, completed=event["round"], state=state)
+        def observe(event: dict[str, Any] | None = None) -> None:
+            accuracy = simulator.history[-1]["accuracy"] if simulator.history else None
+            state = f"t={simulator.time:,.1f}s  accuracy {percent(accuracy)}"
+            progress.update(bar, completed=simulator.server.round, state=state)
 
+        observe()
         return observe
 
     return attach

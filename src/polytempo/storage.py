@@ -31,6 +31,8 @@ def save_state(path: str | os.PathLike[str], state: State) -> None:
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     save_file(arrays, str(partial), metadata={"state": json.dumps(skeleton)})
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # the new bytes are on the disk before the old ones go
     os.replace(partial, path)
 
 

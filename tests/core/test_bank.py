@@ -154,6 +154,13 @@ def test_rows_of_weight_zero_keep_every_bit(origin):
         assert kept[client].tobytes() == stored[client].tobytes()
 
 
+def test_rows_of_weight_zero_are_not_even_read():
+    made = bank("zero")
+    made.mix(torch.full((SIZE,), torch.inf, dtype=torch.float64), np.array([0, 0.5, 0, 0, 0]))
+    assert not torch.isfinite(made.row(1)).any()
+    assert all(made.row(client).tolist() == INITIAL for client in (0, 2, 3, 4))
+
+
 def test_mixing_with_weight_one_replaces_and_a_tiny_weight_moves_a_little():
     made = bank("zero")
     vector = torch.tensor(draw("v"), dtype=torch.float64)

@@ -135,9 +135,10 @@ def test_a_damaged_file_of_the_users_own_is_named(polytempo, tmp_path):
     assert "NaN" in polytempo("run", "--data", file, "--out", tmp_path / "out").error
 
 
-def test_clients_without_test_samples_make_no_nan(polytempo, tmp_path):
-    """Five samples for three clients: somebody has one sample only, and trains on it."""
-    arguments = ("--limit", 5, "--clients", 3, "--partition", "iid", "--rounds", 3)
+@pytest.mark.parametrize(("samples", "clients"), [(5, 3), (6, 6)])
+def test_clients_without_test_samples_make_no_nan(samples, clients, polytempo, tmp_path):
+    """A client with one sample only trains on it: nothing is left to test it on."""
+    arguments = ("--limit", samples, "--clients", clients, "--partition", "iid", "--rounds", 3)
     outcome = polytempo("run", *arguments, "--out", tmp_path / "run", "--json")
     if outcome.code == 2:  # to refuse would be as good
         assert "sample" in outcome.error

@@ -34,7 +34,7 @@ def test_the_command_alone_shows_its_help(polytempo):
 def test_every_command_has_help(command, flag, polytempo):
     outcome = polytempo(command, flag)
     assert outcome.code == 0
-    assert "Usage: polytempo " + command in outcome.out
+    assert re.search(rf"Usage: .*polytempo {command} ", outcome.out)
     if command != "strategies":
         assert f"Example: polytempo {command}" in outcome.out
 
@@ -180,9 +180,8 @@ def test_the_table_of_data_sets_names_them_all(polytempo):
 
 
 def test_data_tells_how_a_set_is_spread(polytempo):
-    found = polytempo(
-        "data", "--data", "digits", "--clients", 8, "--partition", "iid", "--json"
-    ).json
+    digits = ("data", "--data", "digits", "--clients", 8, "--json")
+    found = polytempo(*digits, "--partition", "iid").json
     assert found["clients"] == 8
     assert found["classes"] == 10
     assert found["smallest_client"] <= found["training_samples"] / 8 <= found["largest_client"]

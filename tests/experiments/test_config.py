@@ -125,7 +125,7 @@ def test_the_default_strategy_and_data_need_nothing():
     assert (RunConfig().strategy_name, RunConfig().data) == ("pace", "digits")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     table=some.fixed_dictionaries(
         {},

@@ -68,7 +68,7 @@ class ModelBank:
             norms = self._squares.double().clamp_min(0).sqrt().numpy() * float(moved.norm())
             cosines: FloatArray = np.zeros_like(products)
             np.divide(products, norms, out=cosines, where=norms > 0)
-            return -cosines
+            return -np.clip(cosines, -1.0, 1.0)
         power = 1.0 if measure == "l1" else 2.0
         rows = [float(torch.linalg.vector_norm(row - moved, power)) for row in self._rows]
         distances = np.array(rows, dtype=np.float64)

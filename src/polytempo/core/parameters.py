@@ -1,8 +1,8 @@
 """An `nn.Module` as one flat vector, and back.
 
-On the wire, in the bank and in every strategy a model is a flat vector: first all parameters, then
-the floating-point buffers (the running statistics of batch normalisation), if their policy is
-"share". Integer buffers (counters) never travel.
+On the wire, in the bank and in every strategy a model is a flat vector: first all parameters that
+are trained, then those that are frozen, then the floating-point buffers (the running statistics of
+batch normalisation), if their policy is "share". Integer buffers (counters) never travel.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ class ParameterSpace:
 
     def __init__(self, module: nn.Module, buffers: BufferPolicy = "share") -> None:
         self.module = module
-        parameters = list(module.parameters())
+        parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise PolytempoError(f"{type(module).__name__} has no parameters: nothing to train")
+        frozen = [p for p in module.parameters() if not p.requires_grad]
         floating = [b for b in module.buffers() if b.is_floating_point()]
         others = [b for b in module.buffers() if not b.is_floating_point()]
         shared = floating if buffers == "share" else []
         kept = others if buffers == "share" else floating + others
         dtype = parameters[0].dtype
-        if any(t.dtype != dtype for t in [*parameters, *shared]):
+        untrained = [*frozen, *shared]
+        if any(t.dtype != dtype for t in [*parameters, *untrained]):
             raise PolytempoError(f"all parameters must have one type, here {dtype} and others")
 
         self.parameters = sum(p.numel() for p in parameters)
-        self.size = self.parameters + sum(b.numel() for b in shared)
+        self.size = self.parameters + sum(t.numel() for t in untrained)
         self.vector = torch.empty(self.size, dtype=dtype)
         self.grad = torch.zeros(self.parameters, dtype=dtype)
         self._reset = [(buffer, buffer.clone()) for buffer in kept]
         offset = 0
-        for tensor in [*parameters, *shared]:
+        for tensor in [*parameters, *untrained]:
             view = self.vector[offset : offset + tensor.numel()].view(tensor.shape)
             view.copy_(tensor.detach())
             tensor.data = view
-            if isinstance(tensor, nn.Parameter):
+            if tensor.requires_grad:
                 tensor.grad = self.grad[offset : offset + tensor.numel()].view(tensor.shape)
             offset += tensor.numel()
 

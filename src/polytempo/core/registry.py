@@ -17,7 +17,6 @@ import dataclasses
 import importlib
 import json
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
 
@@ -49,16 +48,21 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         attribute, _, rest = rest.partition(":")
         name = f"{name}:{attribute}"
     found: dict[str, Any] = {}
-    for part in re.split(r",(?=\s*[A-Za-z_][\w-]*\s*=)", rest) if rest else []:
-        key, equals, text = part.partition("=")
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
+    decoder = json.JSONDecoder()
+    while rest.strip():
+        key, equals, rest = rest.partition("=")
+        rest = rest.lstrip()
+        try:  # a JSON value (number, true, quoted text, list) ends where JSON says
+            value, end = decoder.raw_decode(rest)
+            if rest[end:].lstrip()[:1] not in ("", ","):
+                raise ValueError("something follows")
+            _, comma, rest = rest[end:].partition(",")
+        except ValueError:  # plain text ends at the next comma
+            text, comma, rest = rest.partition(",")
             value = text.strip()
-        unquoted = isinstance(value, str) and "," in value and value[0] != "[" and '"' not in text
-        if not equals or not key.strip() or unquoted:
+        if not equals or not key.strip() or "," in key or (comma and not rest.strip()):
             raise PolytempoError(
-                f"{spec!r}: cannot read {part!r}; write options as name:key=value,key=value"
+                f"{spec!r}: cannot be read; write options as name:key=value,key=value"
             )
         found[key.strip().replace("-", "_")] = value
     return name, found

@@ -15,7 +15,8 @@ import numpy as np
 
 def stream_seed(seed: int, *name: str | int) -> int:
     """A 128-bit seed for the stream of that name."""
-    text = "\x1f".join([str(seed), *(f"{type(part).__name__}:{part}" for part in name)])
+    parts = (f"str:{part}" if isinstance(part, str) else f"int:{int(part)}" for part in name)
+    text = "\x1f".join([str(seed), *parts])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 

@@ -90,6 +90,8 @@ class Server:
 
     def lost(self, client: int) -> list[Action]:
         """The update of a client in training will never come."""
+        if client not in self.open:
+            raise PolytempoError(f"client {client} is not in training: nothing of it can be lost")
         del self.open[client]
         return self._proceed(client, self.strategy.model_for)
 
@@ -120,12 +122,14 @@ class Server:
         if self.refill == "cohort" and not self.open:
             self.version += self.strategy.close_cohort()
         in_flight = self.in_flight()
+        refreshed, stopped = self.strategy.refresh(in_flight), self.strategy.urgent(in_flight)
+        for client in (*refreshed, *stopped):
+            if client not in self.open:
+                raise ValueError(f"{self.strategy} names client {client}, which is not in training")
         actions: list[Action] = [
-            self._send(client, self.strategy.model_for, preempt=True)
-            for client in self.strategy.refresh(in_flight)
+            self._send(client, self.strategy.model_for, preempt=True) for client in refreshed
         ]
-        for client in self.strategy.urgent(in_flight):
-            actions.append(Stop(client, self.open[client][-1].number))
+        actions += [Stop(client, self.open[client][-1].number) for client in stopped]
         if self.refill == "same" and answer in self.members:
             actions.append(self._send(answer, model))
         return actions + self._fill()
@@ -187,7 +191,8 @@ class Server:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Everything that the server and its strategy must remember."""
+        """Everything that the server and its strategy must remember, as it is: save it before the
+        server goes on."""
         return {
             "round": self.round,
             "version": self.version,

@@ -109,5 +109,6 @@ class Task(Options):
         return self.steps if self.steps is not None else self.epochs * self.batches(samples)
 
     def work(self, samples: int) -> float:
-        """Samples that the client pushes through the model: what simulated time is made of."""
+        """Samples that the client pushes through the model (for steps, batches of mean size):
+        what simulated time is made of."""
         return self.total_steps(samples) / self.batches(samples) * samples

@@ -14,7 +14,7 @@ import numpy as np
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.experiments.config import make_config, read_config
 from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
-from polytempo.experiments.run import Attach, resume, run
+from polytempo.experiments.run import Attach, holds_run, resume, run
 from polytempo.report import plot_accuracy, write_html
 
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
@@ -86,7 +86,7 @@ def compare(
     for (label, seed), config in configs.items():
         place = folder / slug(label) / f"seed{seed}"
         observer = watch(label, seed) if watch else None
-        if (place / "config.toml").exists():
+        if holds_run(place):
             result = _continue(place, config.model_dump(exclude_none=True), observer)
         else:
             result = run(config, place, observer=observer)
@@ -158,7 +158,7 @@ def _spread(values: Sequence[float | None], *, percent: bool = False, digits: in
 def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
     """summary.csv, results.json, the plots and the report."""
     table = comparison.table()
-    write_table(folder / "summary.csv", [{k: f'"{v}"' for k, v in row.items()} for row in table])
+    write_table(folder / "summary.csv", table)
     text = json.dumps(comparison.summaries(), indent=2) + "\n"
     (folder / "results.json").write_text(text, encoding="utf8")
     if not can_plot():

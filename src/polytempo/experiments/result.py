@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import os
 import resource
@@ -35,8 +36,10 @@ class RunResult:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy of the models that clients are handed (last evaluations), 0 to 1."""
-        return float(self.summary["accuracy"])
+        """Mean accuracy of the models that clients are handed (last evaluations), 0 to 1; NaN if
+        nothing was trained."""
+        found: float | None = self.summary["accuracy"]
+        return float("nan") if found is None else found
 
     @property
     def accuracy_adapted(self) -> float | None:
@@ -189,9 +192,11 @@ def _number(text: str) -> float | int | None:
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Rows as CSV."""
-    lines = [",".join(rows[0])]
-    lines += [",".join("" if v is None else str(v) for v in row.values()) for row in rows]
-    _replace(path, "\n".join(lines) + "\n")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    _replace(path, text.getvalue())
 
 
 def _replace(path: Path, text: str) -> None:

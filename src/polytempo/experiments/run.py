@@ -6,23 +6,24 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import RunConfig, make_config, read_config, write_config
 from polytempo.experiments.result import RunResult, summarise, write_result
-from polytempo.models import Inputs, Model, build
+from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.simulator import Observer
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
 
 Attach = Callable[[Simulator, int], Observer]  # given the number of rounds
+GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
 
@@ -43,7 +44,12 @@ def simulate(
     """
     chosen = STRATEGIES.create(strategy)
     config = make_config({"rounds": rounds, **settings}, "simulate")
-    config = config.model_copy(update={"strategy": STRATEGIES.describe(chosen)})
+    truth = {
+        "strategy": STRATEGIES.describe(chosen),
+        "data": GIVEN + federation.description,
+        "model": _model_name(model),
+    }
+    config = config.model_copy(update=truth)
     simulator = make_simulator(config, federation, model, chosen)
     if out is None:
         simulator.run(config.rounds, until=config.until or float("inf"))
@@ -67,9 +73,14 @@ def resume(
     observer: Attach | None = None,
 ) -> RunResult:
     """Go on with the run of a folder from its checkpoint (perhaps for more rounds)."""
-    if not (folder / "config.toml").exists():
+    if not holds_run(folder):
         raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
     settings = read_config(folder / "config.toml")
+    if str(settings.get("data", "")).startswith(GIVEN):
+        raise PolytempoError(
+            f"{folder} was run from Python on data given there, which the folder does not hold; "
+            "run it anew from Python"
+        )
     if rounds is not None:
         settings.setdefault("eval_every", make_config(settings).evaluation_interval)
         settings["rounds"] = rounds
@@ -77,6 +88,11 @@ def resume(
     simulator = make_simulator(config, load_federation(config), config.model)
     if (folder / CHECKPOINT).exists():
         restore(simulator, load_state(folder / CHECKPOINT))
+    if simulator.server.round > config.rounds:
+        raise PolytempoError(
+            f"{folder} has folded {simulator.server.round} updates already; ask for more --rounds "
+            f"than {config.rounds}"
+        )
     return drive(simulator, config, folder, observer)
 
 
@@ -121,13 +137,34 @@ def make_simulator(
 
 def new_folder(folder: Path) -> Path:
     """Make the folder of a run; one that holds a run already is left alone."""
-    if (folder / "config.toml").exists():
+    if holds_run(folder):
         raise PolytempoError(
             f"{folder} holds a run already; continue it with --resume {folder}, choose another "
             "--out, or delete it"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PolytempoError(
+            f"{folder} cannot be made: {error.strerror}; choose another --out"
+        ) from error
     return folder
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether this is the folder of a run, finished or not."""
+    try:
+        return (folder / "config.toml").exists()
+    except NotADirectoryError as error:
+        raise PolytempoError(f"{folder}: {error.filename} is a file, not a folder") from error
+
+
+def _model_name(model: Model) -> Any:
+    if isinstance(model, str | Mapping):
+        return model
+    if callable(model):
+        return f"{model.__module__}:{getattr(model, '__qualname__', type(model).__qualname__)}"
+    return MODELS.describe(model)
 
 
 def drive(
@@ -140,44 +177,50 @@ def drive(
     write_config(folder / "config.toml", config)
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
-    with _event_log(simulator, config, folder), _interruptible() as interrupted:
+    with _event_log(simulator, config, folder) as flush, _interruptible() as interrupted:
         last = time.monotonic()
+
+        def checkpoint() -> None:
+            flush()  # no checkpoint may count events that the log does not hold
+            save_state(folder / CHECKPOINT, snapshot(simulator))
 
         def pause() -> bool:
             nonlocal last
             if time.monotonic() - last > CHECKPOINT_SECONDS:
-                save_state(folder / CHECKPOINT, snapshot(simulator))
+                checkpoint()
                 last = time.monotonic()
             return interrupted.is_set()
 
         until = config.until or float("inf")
         complete = simulator.run(config.rounds, until=until, stop=pause)
-        save_state(folder / CHECKPOINT, snapshot(simulator))
+        checkpoint()
     result = summarise(simulator, config.strategy_name, complete)
     write_result(folder, result, config.model_dump(exclude_none=True))
     return result
 
 
 @contextmanager
-def _event_log(simulator: Simulator, config: RunConfig, folder: Path) -> Iterator[None]:
-    """events.jsonl, one event a line; what a lost session wrote after its checkpoint is cut off."""
+def _event_log(
+    simulator: Simulator, config: RunConfig, folder: Path
+) -> Iterator[Callable[[], None]]:
+    """events.jsonl, one event a line; what a lost session wrote after its checkpoint is cut off.
+    Yields the function that brings it up to date on disk."""
     if not config.events:
-        yield
+        yield lambda: None
         return
     path = folder / "events.jsonl"
+    kept: list[bytes] = []
     if simulator.events:
-        kept = path.read_bytes().splitlines(keepends=True)[: simulator.events]
-        path.write_bytes(b"".join(kept))
-    else:
-        path.write_bytes(b"")
-    file: IO[str]
+        kept = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if len(kept) < simulator.events:
+            raise PolytempoError(
+                f"{path} holds {len(kept)} of the {simulator.events} events before the checkpoint; "
+                "put it back, or start the run anew"
+            )
+    path.write_bytes(b"".join(kept[: simulator.events]))
     with path.open("a", encoding="utf8") as file:
-        simulator.observers.append(lambda event: _write_line(file, event))
-        yield
-
-
-def _write_line(file: IO[str], event: dict[str, Any]) -> None:
-    file.write(json.dumps(event) + "\n")
+        simulator.observers.append(lambda event: print(json.dumps(event), file=file))
+        yield file.flush
 
 
 @contextmanager

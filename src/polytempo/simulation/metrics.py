@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from polytempo.core.errors import PolytempoError
 from polytempo.local import Score
 
 Row = Mapping[str, Any]
@@ -21,6 +22,8 @@ def over_clients(scores: Sequence[Score]) -> dict[str, float]:
     accuracy on the pooled test set. Clients without test samples do not count.
     """
     tested = [score for score in scores if score.total]  # a client of one sample has no test split
+    if not tested:
+        raise PolytempoError("no client has a sample to be tested on; use fewer clients")
     correct = np.array([score.correct for score in tested], dtype=np.float64)
     total = np.array([score.total for score in tested], dtype=np.float64)
     each = correct / total
