@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,7 +23,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.data import available
 from polytempo.experiments.compare import compare as run_comparison
 from polytempo.experiments.compare import slug
-from polytempo.experiments.config import RunConfig, make_config, read_config
+from polytempo.experiments.config import FEDERATION, RunConfig, make_config, read_config
 from polytempo.experiments.result import RunResult, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
 from polytempo.report import plot_labels
@@ -43,22 +44,36 @@ notes = Console(stderr=True)
 def main() -> None:
     """Entry point: a mistake of the user's is one line, not a traceback."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except PolytempoError as error:
-        notes.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
-        sys.exit(2)
+        _complain(str(error))
+        code = 2
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        # What the command line itself could not read (its class differs between versions of typer).
+        message = error.format_message()
+        where = getattr(getattr(error, "ctx", None), "command_path", "polytempo")
+        _complain(f"{message.rstrip('.')}; see {where} --help")
+        code = 2
+    sys.exit(code)
+
+
+def _complain(what: str) -> None:
+    notes.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True, highlight=False)
 
 
 # -- settings as options: declared in RunConfig alone ---------------------------------------------
 
 
-def with_settings(*hidden: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each setting of a run, passed on as the mapping `settings`."""
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options for these settings of a run, passed on as the mapping `settings`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
         mine = [p for name, p in own.items() if name != "settings"]
-        names = [name for name in RunConfig.model_fields if name not in hidden]
         options = [_option(name) for name in names]
 
         def wrapper(**given: Any) -> None:
@@ -109,7 +124,7 @@ Config = Annotated[
 
 
 @app.command("run")
-@with_settings()
+@with_settings(*RunConfig.model_fields)
 def run_command(
     *,
     config: Config = None,
@@ -147,7 +162,7 @@ def run_command(
         else:
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
             folder = out or _free_folder(chosen)
-            observer = _watch(progress, chosen.strategy_name)
+            observer = _watch(progress, str(chosen.strategy_table["name"]))
             result = run(chosen, folder, observer=observer)
     if as_json:
         output.print_json(data=result.summary)
@@ -158,7 +173,7 @@ def run_command(
 
 
 @app.command("compare")
-@with_settings("strategy", "seed")
+@with_settings(*(name for name in RunConfig.model_fields if name not in ("strategy", "seed")))
 def compare_command(
     strategies: Annotated[
         list[str], typer.Argument(help="Strategies, with options: fedavg pace pace:gamma=2")
@@ -201,11 +216,15 @@ def compare_command(
         )
     if as_json:
         output.print_json(data=comparison.summaries())
-    elif comparison.complete:
+    elif comparison.complete and comparison.results:
         _print_table(comparison.table())
         output.print(f"plots and report: [bold]{escape(str(out))}/report.html[/]")
     if not comparison.complete:
         _stopped("the same command again")
+    for failure in comparison.failed.values():
+        _complain(failure)
+    if comparison.failed:
+        raise typer.Exit(2)
 
 
 @app.command("strategies")
@@ -239,7 +258,7 @@ def strategies_command(as_json: Json = False) -> None:
 
 
 @app.command("data")
-@with_settings("strategy", "model", "rounds")
+@with_settings(*FEDERATION, "seed")
 def data_command(
     *,
     config: Config = None,
@@ -254,7 +273,7 @@ def data_command(
     Example: polytempo data --data digits --clients 20 --partition dirichlet:alpha=0.1 -o labels.png
     """
     base = {**(read_config(config) if config else {}), **settings}
-    if "data" not in base and out is None:
+    if base.keys() <= {"data_dir", "seed"} and out is None:
         _list_data(base.get("data_dir"), as_json)
         return
     federation = load_federation(make_config(base, "data"))
@@ -303,12 +322,9 @@ def _list_data(data_dir: str | None, as_json: bool) -> None:
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(rows[0]):
-        if index == 0:
-            table.add_column(column, min_width=12, overflow="fold")
-        else:
-            table.add_column(column, justify="right")
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*(escape(value) for value in row.values()))
     output.print(table)
@@ -343,7 +359,8 @@ def _stopped(how: str) -> None:
 
 
 def _free_folder(config: RunConfig) -> Path:
-    stem = f"runs/{slug(config.strategy_name)}-{slug(Path(config.data).name)}-seed{config.seed}"
+    strategy, data = str(config.strategy_table["name"]), Path(config.data).name
+    stem = f"runs/{slug(strategy)}-{slug(data)}-seed{config.seed}"
     folder, number = Path(stem), 2
     while folder.exists():
         folder, number = Path(f"{stem}-{number}"), number + 1

@@ -331,8 +331,8 @@ def test_evaluation_leaves_no_trace_in_the_run(small):
         return [{k: v for k, v in e.items() if k != "n"} for e in events if "client" in e]
 
     assert trained(log) == trained(other)
-    for a, b in zip(often.handed(), seldom.handed(), strict=True):
-        assert torch.equal(a, b)
+    for client in range(8):
+        assert torch.equal(often.strategy.model_for(client), seldom.strategy.model_for(client))
     assert all(row["accuracy_adapted"] is not None for row in often.history[1:])
     assert [row["round"] for row in seldom.history] == [0, 40]
 
@@ -387,3 +387,126 @@ def test_checkpoint_keeps_multicasts_on_their_way(small):
             break
     assert in_transit > 0
     assert pieces == log
+
+
+def test_checkpoint_keeps_urgent_requests_beside_multicasts(small):
+    """Both on their way to the same client, stopped after every event: nothing is mixed up."""
+    task = replace(TASK, epochs=5)
+    options = {
+        "devices": fixed(3, 20, 4, 50, 50, 50, 50, 50),
+        "network": Links(low=8e-6 * 100, high=8e-6 * 100),  # 2.08 s a message
+        "slots": 8,
+        "task": task,
+    }
+
+    def strategy():
+        return scripted(multicast={1: [1]}, stop={1: [1], 2: [1]})
+
+    whole, log = make(small, strategy(), **options)
+    whole.run(6)
+    [upload] = [e for e in of_kind(log, "upload") if e["client"] == 1]
+    [restart] = of_kind(log, "restart")
+    # client 0 arrives at 2.08 + 3 + 2.08 = 7.16; the request is there at once, the model at 9.24
+    assert restart["time"] == pytest.approx(7.16 + 2.08)
+    # training began at 2.08 and takes 4 s an epoch: the second one is its last
+    assert upload["time"] == pytest.approx(2.08 + 8 + 2.08)
+    assert upload["dispatch"] == restart["dispatch"]
+
+    shared, state, pieces = strategy(), None, []
+    for _ in range(10_000):
+        part, events = make(small, shared, **options)
+        if state is not None:
+            restore(part, state)
+        steps = iter([False])
+        finished = part.run(6, stop=lambda steps=steps: next(steps, True))
+        state = snapshot(part)
+        pieces += events
+        if finished:
+            break
+    assert pieces == log
+
+
+def test_a_request_right_after_a_multicast_still_leaves_a_step(small):
+    """The new model comes in the last step of an epoch, the request before that epoch's end."""
+    recorder = Recorder(small)
+    task = replace(TASK, epochs=5)
+    epoch = task.batches(small.samples[1])
+    late = 10.0 / 5 - 0.5 * 10.0 / (5 * epoch)  # in the last step of the first of 5 epochs
+    strategy = scripted(multicast={1: [1]}, stop={2: [1]})
+    durations = fixed(late, 10, late + 0.01, 50, 50, 50, 50, 50)
+    simulator, _ = make(small, strategy, devices=durations, slots=8, backend=recorder, task=task)
+    simulator.run(8)
+    [job] = [job for job in recorder.jobs if job.client == 1][:1]
+    assert job.first_step == epoch
+    assert job.last_step == 2 * epoch
+
+
+def test_a_refused_update_leaves_the_run_as_it_was(small):
+    simulator, _ = make(small, FedAsync(), task=replace(TASK, lr=1e30), slots=4)
+    with pytest.raises(PolytempoError):
+        simulator.run(50)
+    assert simulator.server.open.keys() == simulator.flights.keys()
+    assert len(simulator.flights) == 4
+    done, [refused] = (
+        simulator.server.round,
+        [
+            client
+            for client, flight in simulator.flights.items()
+            if any(
+                item[2] == flight.ticket and item[0] == simulator.time for item in simulator.queue
+            )
+        ],
+    )
+    flight = simulator.flights[refused]  # the device comes to reason, and sends a good model
+    flight.job = replace(flight.job, task=TASK, params=torch.zeros_like(flight.job.params))
+    with pytest.raises(PolytempoError):
+        simulator.run(50)
+    assert simulator.server.round > done
+
+
+def test_synchronous_methods_are_evaluated_when_a_cohort_is_complete(small):
+    simulator, log = make(small, FedAvg(), slots=4, eval_every=6)
+    simulator.run(24)
+    assert [row["round"] for row in simulator.history] == [0, 8, 12, 20, 24]
+    closed = {event["time"] for event in of_kind(log, "upload") if event["round"] % 4 == 0}
+    assert {row["time"] for row in simulator.history[1:]} <= closed
+
+
+def test_void_events_do_not_move_the_clock(small):
+    simulator, log = make(
+        small, FedAsync(), devices=fixed(*[3.0] * 8), dropout=Leave(at=1.0, share=1.0)
+    )
+    simulator.run(10)
+    assert simulator.time == 1.0
+    assert of_kind(log, "drop")
+
+
+def test_messages_wait_for_a_client_that_is_away(small, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("client,time,available\n1,2,0\n1,5,1\n")
+    strategy = scripted(multicast={1: [1]})
+    durations = fixed(3, 10, 50, 50, 50, 50, 50, 50)
+    simulator, log = make(
+        small, strategy, devices=durations, slots=8, dropout=Trace(path=str(path))
+    )
+    simulator.run(4)
+    assert [event["time"] for event in of_kind(log, "multicast", "restart")] == [3, 5]
+
+
+def test_adapted_accuracy_is_that_of_a_locally_trained_copy(small):
+    simulator, _ = make(small, FedAsync(), adapt_epochs=3, eval_every=10)
+    simulator.run(20)
+    before = [simulator.strategy.model_for(client).clone() for client in range(8)]
+    backend, each = Serial(Trainer(module(), small, 0)), []
+    for client, model in enumerate(before):
+        task = replace(TASK, epochs=3)
+        job = Job(client, model, task, ("adapt", client, "round", 20))
+        [adapted] = backend.train([job])
+        weight, bias = adapted[:48].view(4, 12), adapted[48:]
+        x, y = small.x[small.test[client]], small.y[small.test[client]]
+        each.append(float(((x @ weight.T + bias).argmax(1) == y).float().mean()))
+    row = simulator.history[-1]
+    assert row["accuracy_adapted"] == pytest.approx(np.mean(each))
+    assert row["accuracy_adapted"] != row["accuracy"]
+    for client, model in enumerate(before):
+        assert torch.equal(simulator.strategy.model_for(client), model)

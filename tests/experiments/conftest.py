@@ -92,13 +92,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[..., None]]:
-    """`interrupt(n)` makes the next run receive a real SIGINT at its n-th event."""
+    """`interrupt(n)` makes the next run receive a real SIGINT at its n-th event; `n` may also be a
+    function that says of an event whether it is the one."""
     usual = cli._watch
 
-    def arm(at: int, number: int = signal.SIGINT) -> None:
+    def arm(at: int | Callable[[dict[str, Any]], bool], number: int = signal.SIGINT) -> None:
         def attach(simulator: object, rounds: int) -> Callable[[dict[str, Any]], None]:
             def observe(event: dict[str, Any]) -> None:
-                if event["n"] == at:
+                if at(event) if callable(at) else event["n"] == at:
                     cli._watch = usual
                     signal.raise_signal(number)
 

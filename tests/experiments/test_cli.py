@@ -72,6 +72,15 @@ def test_an_unknown_command_names_the_nearest(polytempo):
     assert "compare" in outcome.err.replace("'compar'", "")
 
 
+@pytest.mark.parametrize(
+    "arguments", [["run", "--clinets", 6], ["run", "--rounds", "ten"], ["run", "pace"], ["compare"]]
+)
+def test_mistakes_on_the_command_line_are_one_line_too(arguments, polytempo):
+    outcome = polytempo(*arguments)
+    assert outcome.error
+    assert outcome.err.count("\n") == 1
+
+
 def test_an_error_does_not_begin_with_an_empty_line(polytempo):
     assert polytempo("run", "--rounds", 0).err.startswith("error: ")
 

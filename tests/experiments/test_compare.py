@@ -129,7 +129,7 @@ def test_a_strategy_or_a_seed_can_be_added_later(quick, polytempo, monkeypatch):
     real, ran = module.run, []
 
     def record(config, place, **more):
-        ran.append((config.strategy_name, config.seed))
+        ran.append((config.strategy_table["name"], config.seed))
         return real(config, place, **more)
 
     monkeypatch.setattr(module, "run", record)
@@ -186,7 +186,7 @@ def test_other_settings_in_the_same_folder_are_refused(quick, polytempo):
 
 
 def test_an_interrupted_comparison_goes_on(polytempo, interrupt, tmp_path):
-    arguments = ("compare", "pace", "fedavg", *TINY, "--seeds", 2)
+    arguments = ("compare", "pace", "fedavg", *TINY)
     whole = polytempo(*arguments, "-o", tmp_path / "whole", "--json").json
     interrupt(12)
     stopped = polytempo(*arguments, "-o", tmp_path / "halved")
@@ -196,6 +196,14 @@ def test_an_interrupted_comparison_goes_on(polytempo, interrupt, tmp_path):
     assert polytempo(*arguments, "-o", tmp_path / "halved").code == 0
     finished = json.loads((tmp_path / "halved" / "results.json").read_text())
     assert [run["fingerprint"] for run in finished] == [run["fingerprint"] for run in whole]
+
+
+def test_an_interrupt_in_the_last_evaluation_of_a_run_is_not_lost(polytempo, interrupt, tmp_path):
+    """The run is finished by then: the comparison must stop all the same."""
+    interrupt(lambda event: event["event"] == "evaluate" and event["round"] == 10)
+    outcome = polytempo("compare", "pace", "fedavg", *TINY, "-o", tmp_path)
+    assert outcome.code == 130
+    assert not (tmp_path / "fedavg").exists()
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_every_setting_is_an_option_and_a_key(name, resolved, tmp_path):
 def test_options_win_over_the_file_and_the_file_over_defaults(resolved, tmp_path):
     file = write(tmp_path / "my.toml", rounds=9, lr=0.5, strategy="fedavg")
     config = resolved("--config", file, "--rounds", 7, "--strategy", "fedbuff")
-    assert (config.rounds, config.lr, config.strategy_name) == (7, 0.5, "fedbuff")
+    assert (config.rounds, config.lr, config.strategy_table["name"]) == (7, 0.5, "fedbuff")
     assert config.momentum == RunConfig().momentum
 
 
@@ -122,7 +122,7 @@ def test_a_strategy_is_resolved_with_all_its_options():
 
 
 def test_the_default_strategy_and_data_need_nothing():
-    assert (RunConfig().strategy_name, RunConfig().data) == ("pace", "digits")
+    assert (RunConfig().strategy_table["name"], RunConfig().data) == ("pace", "digits")
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -139,7 +139,7 @@ def test_the_default_strategy_and_data_need_nothing():
             "lr": some.floats(1e-300, 1e300),
             "until": some.floats(1e-9, 1e300),
             "test_fraction": some.floats(1e-6, 1 - 1e-6),
-            "data": some.text(min_size=1),
+            "data": some.text('ab/:.é"\\\n\t ', min_size=1),
             "check": some.booleans(),
         },
     )
@@ -175,9 +175,7 @@ def test_an_unknown_key_in_no_way_like_another_lists_them_all(polytempo, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "data"])
-@pytest.mark.parametrize(
-    ("key", "near"), [("--client", "--clients"), ("--batch-sise", "--batch-size")]
-)
+@pytest.mark.parametrize(("key", "near"), [("--client", "--clients"), ("--limits", "--limit")])
 def test_an_unknown_option_names_the_nearest(command, key, near, polytempo):
     outcome = polytempo(command, *(["pace"] if command == "compare" else []), key, 3)
     assert outcome.code == 2

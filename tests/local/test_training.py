@@ -120,8 +120,23 @@ def test_result_depends_on_the_job_alone(small, trainer):
     assert not torch.equal(backend.train([other])[0], together[0])
 
 
-def test_dropout_layers_are_reproducible_and_leave_the_global_stream_alone(small):
-    module = nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 4))
+class FunctionalDropout(nn.Module):
+    """Draws random numbers without any layer that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.inner(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(0.5), nn.Linear(9, 4)), FunctionalDropout],
+)
+def test_random_layers_are_reproducible_and_leave_the_global_stream_alone(small, make):
+    module = make()
     trainer = Trainer(module, small, SEED)
     job = Job(0, trainer.space.read(), Task(epochs=2), STREAM)
     torch.manual_seed(1)

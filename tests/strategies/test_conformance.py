@@ -158,7 +158,8 @@ def finish(simulation, rounds=60):
     log = []
     simulation.observers.append(log.append)
     simulation.run(rounds)
-    final = torch.stack([m.clone() for m in simulation.handed()])
+    clients = range(simulation.federation.clients)
+    final = torch.stack([simulation.strategy.model_for(client) for client in clients])
     return log, simulation.history, final, simulation.fingerprint
 
 

@@ -14,6 +14,10 @@ class Refused(PolytempoError):
     """An update that the server does not accept. Its state is as it was before the update came."""
 
 
+class Diverged(PolytempoError):
+    """A client's training went to infinity, so that the run cannot go on."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` when some known word is close, else the list of known words."""
     known = sorted(known)

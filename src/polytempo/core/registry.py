@@ -103,10 +103,15 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> Callable[..., T]:
         if name in self._known:
             return self._known[name]
-        if name.partition(":")[0] in self._known:
-            raise PolytempoError(f"{self.kind} {name!r}: write options as name:key=value,key=value")
         if ":" in name:
-            return cast(Callable[..., T], self._import(name))
+            try:
+                return cast(Callable[..., T], self._import(name))
+            except PolytempoError:
+                if name.partition(":")[0] not in self._known:
+                    raise
+                raise PolytempoError(
+                    f"{self.kind} {name!r}: write options as name:key=value,key=value"
+                ) from None
         raise PolytempoError(f"no {self.kind} is called {name!r}{nearest(name, self._known)}")
 
     def _import(self, name: str) -> Any:

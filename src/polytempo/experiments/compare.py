@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.experiments.config import make_config, read_config
 from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
 from polytempo.experiments.run import Attach, holds_run, resume, run
@@ -27,6 +27,7 @@ class Comparison:
     results: dict[str, list[RunResult]]
     target: float | str  # an accuracy, or the strategy whose best accuracy is the target
     complete: bool
+    failed: dict[str, str]  # strategies whose training diverged, and what was said of it
 
     def target_of(self, index: int) -> float:
         """The target accuracy for the seed of that index."""
@@ -37,9 +38,9 @@ class Comparison:
     def table(self) -> list[dict[str, str]]:
         """One row a strategy: mean and, over several seeds, spread."""
         if isinstance(self.target, float):
-            goal = f"seconds to {percent(self.target)}"
+            goal = f"s to {percent(self.target)}"
         else:
-            goal = f"seconds to best of {self.target}"
+            goal = f"s to best of {self.target}"
         return [
             {
                 "strategy": label,
@@ -70,7 +71,8 @@ def compare(
 ) -> Comparison:
     """Run every strategy with every seed; what the folder already holds is not run again.
 
-    An interrupt ends the comparison after the run that it stopped; calling this again goes on.
+    An interrupt ends the comparison after the run that it stopped; calling this again goes on. A
+    strategy whose training diverges is left out.
     """
     labels = list(dict.fromkeys(strategies))
     if not labels:
@@ -82,23 +84,31 @@ def compare(
         for seed in seeds
     }
     results: dict[str, list[RunResult]] = {label: [] for label in labels}
+    failed: dict[str, str] = {}
     complete = True
     for (label, seed), config in configs.items():
+        if label in failed:
+            continue
         place = folder / slug(label) / f"seed{seed}"
         observer = watch(label, seed) if watch else None
-        if holds_run(place):
-            result = _continue(place, config.model_dump(exclude_none=True), observer)
-        else:
-            result = run(config, place, observer=observer)
+        try:
+            if holds_run(place):
+                result = _continue(place, config.model_dump(exclude_none=True), observer)
+            else:
+                result = run(config, place, observer=observer)
+        except Diverged as error:
+            failed[label] = f"{label}, seed {seed}: {error}"
+            continue
         results[label].append(result)
-        if not result.summary["complete"]:
+        if not result.summary["complete"] or result.interrupted:
             complete = False
             break
     finished = {label: found for label, found in results.items() if len(found) == len(seeds)}
-    if not complete or not finished:
-        return Comparison(finished, goal if goal in finished else 1.0, complete=False)
-    comparison = Comparison(finished, goal, complete)
-    _write(folder, comparison, settings)
+    if isinstance(goal, str) and goal not in finished:
+        goal = next(iter(finished), goal)
+    comparison = Comparison(finished, goal, complete, failed)
+    if complete and finished:
+        _write(folder, comparison, settings)
     return comparison
 
 

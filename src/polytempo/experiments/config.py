@@ -122,9 +122,9 @@ class RunConfig(BaseModel):
         return registry.describe(registry.create(value))
 
     @property
-    def strategy_name(self) -> str:
+    def strategy_table(self) -> dict[str, Any]:
         assert isinstance(self.strategy, dict)  # resolved when the settings were checked
-        return str(self.strategy["name"])
+        return self.strategy
 
     @property
     def evaluation_interval(self) -> int:
@@ -138,6 +138,7 @@ class RunConfig(BaseModel):
         return Task(**{name: getattr(self, name) for name in SOLVER})
 
 
+FEDERATION = ("data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit")
 SOLVER = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay")
 
 

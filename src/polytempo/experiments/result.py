@@ -7,8 +7,6 @@ import importlib.util
 import io
 import json
 import os
-import resource
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ class RunResult:
     summary: dict[str, Any]
     history: list[dict[str, Any]]
     simulator: Simulator | None = field(default=None, repr=False)  # None when read from a folder
+    interrupted: bool = False  # the user asked to stop, perhaps just after the end
 
     @property
     def accuracy(self) -> float:
@@ -73,7 +72,9 @@ class RunResult:
         return {name: value.clone() for name, value in space.module.state_dict().items()}
 
 
-def summarise(simulator: Simulator, name: str, complete: bool) -> RunResult:
+def summarise(
+    simulator: Simulator, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
+) -> RunResult:
     """The figures of a run as it stands."""
     history = simulator.history
     last = history[-1]
@@ -81,7 +82,8 @@ def summarise(simulator: Simulator, name: str, complete: bool) -> RunResult:
     arrivals = max(1, simulator.server.round)
     return RunResult(
         {
-            "strategy": name,
+            "strategy": strategy["name"],
+            "options": {key: value for key, value in strategy.items() if key != "name"},
             "seed": simulator.seed,
             "complete": complete,
             "federation": simulator.federation.description,
@@ -103,14 +105,26 @@ def summarise(simulator: Simulator, name: str, complete: bool) -> RunResult:
             "staleness": {str(k): v for k, v in sorted(simulator.staleness.items())},
             "parameters": simulator.space.size,
             "wall_seconds": dict(simulator.wall),
-            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            / (1024 if sys.platform != "darwin" else 1024**2),
+            "peak_rss_mb": peak_memory(),
             "fingerprint": simulator.fingerprint,
             "version": version("polytempo"),
         },
         history,
         simulator,
+        interrupted,
     )
+
+
+def peak_memory(reset: bool = False) -> float | None:
+    """The most memory, in MB, that this process has held since the last reset (on Linux; elsewhere
+    unknown)."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 1024 for line in lines if "VmHWM" in line), None)
 
 
 # -- the folder ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
@@ -14,8 +15,14 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
-from polytempo.experiments.config import RunConfig, make_config, read_config, write_config
-from polytempo.experiments.result import RunResult, summarise, write_result
+from polytempo.experiments.config import (
+    FEDERATION,
+    RunConfig,
+    make_config,
+    read_config,
+    write_config,
+)
+from polytempo.experiments.result import RunResult, peak_memory, summarise, write_result
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.simulator import Observer
@@ -43,6 +50,12 @@ def simulate(
     `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
     """
     chosen = STRATEGIES.create(strategy)
+    for name in (*FEDERATION, *(() if out else ("events",))):
+        if name in settings:
+            raise PolytempoError(
+                f"simulate: {name} is not a setting here; "
+                + ("it needs out=FOLDER" if name == "events" else "the federation is given already")
+            )
     config = make_config({"rounds": rounds, **settings}, "simulate")
     truth = {
         "strategy": STRATEGIES.describe(chosen),
@@ -52,8 +65,9 @@ def simulate(
     config = config.model_copy(update=truth)
     simulator = make_simulator(config, federation, model, chosen)
     if out is None:
+        peak_memory(reset=True)
         simulator.run(config.rounds, until=config.until or float("inf"))
-        return summarise(simulator, config.strategy_name, complete=True)
+        return summarise(simulator, truth["strategy"], complete=True)
     folder = new_folder(Path(out))
     return drive(simulator, config, folder)
 
@@ -173,8 +187,10 @@ def drive(
     folder: Path,
     observer: Attach | None = None,
 ) -> RunResult:
-    """Run to the end, or to an interrupt, keeping the folder's files up to date."""
+    """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
+    diverges, the folder stays as the last checkpoint left it."""
     write_config(folder / "config.toml", config)
+    peak_memory(reset=True)
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
     with _event_log(simulator, config, folder) as flush, _interruptible() as interrupted:
@@ -191,10 +207,9 @@ def drive(
                 last = time.monotonic()
             return interrupted.is_set()
 
-        until = config.until or float("inf")
-        complete = simulator.run(config.rounds, until=until, stop=pause)
+        complete = simulator.run(config.rounds, until=config.until or math.inf, stop=pause)
         checkpoint()
-    result = summarise(simulator, config.strategy_name, complete)
+        result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
     write_result(folder, result, config.model_dump(exclude_none=True))
     return result
 

@@ -57,7 +57,6 @@ class Trainer:
         self.federation = federation
         self.seed = seed
         self._momentum = torch.empty_like(self.space.grad)
-        self._dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in module.modules())
 
     def train(self, job: Job) -> Tensor:
         """Carry the job out; returns what its task wants uploaded."""
@@ -70,10 +69,11 @@ class Trainer:
         fresh = True  # the momentum buffer: empty at each dispatch and each multicast
         space.load(job.params)
         space.module.train()
-        with torch.random.fork_rng(devices=[], enabled=self._dropout):
+        with torch.random.fork_rng(devices=[]):
             for step, rows in batches(job, len(y), self.seed):
-                if self._dropout:  # it draws from torch's own stream: name that one too
-                    torch.manual_seed(stream_seed(self.seed, *job.stream, "step", step) % 2**63)
+                # Dropout layers draw from torch's global stream: name that one too.
+                stream = stream_seed(self.seed, *job.stream, "step", step)
+                torch.default_generator.manual_seed(stream % 2**63)
                 grad.zero_()
                 loss = functional.cross_entropy(self._forward(x[rows]), y[rows])
                 torch.autograd.backward(loss)

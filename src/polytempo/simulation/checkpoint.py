@@ -19,7 +19,8 @@ _TASKS = TypeAdapter(Task)
 
 
 def snapshot(simulator: Simulator) -> State:
-    """All that the rest of the run depends on, clients in flight included."""
+    """All that the rest of the run depends on, clients in flight included; as it is, so save or
+    copy it before the simulator goes on."""
     return {
         "format": FORMAT,
         "server": simulator.server.state_dict(),
@@ -39,7 +40,8 @@ def snapshot(simulator: Simulator) -> State:
 
 
 def restore(simulator: Simulator, state: State) -> None:
-    """Make a newly built simulator of the same settings continue from `state`."""
+    """Make a newly built simulator of the same settings continue from `state`, which it takes
+    over."""
     if state.get("format") != FORMAT:
         raise PolytempoError(
             f"the checkpoint has format {state.get('format')}, this version reads {FORMAT}; "

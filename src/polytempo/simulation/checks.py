@@ -28,6 +28,7 @@ class Checker:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
+        self.key = (0.0, -1, -1)
         self.time = 0.0
         self.number = -1
         self.round = 0
@@ -35,6 +36,11 @@ class Checker:
         self.open: dict[int, Event] = {}  # dispatches under way
         self.training: dict[int, int] = {}  # client -> the dispatch that it trains
         self.ended: set[int] = set()
+
+    def popped(self, key: tuple[float, int, int]) -> None:
+        """The queue gave out the event of this key: keys only ever grow."""
+        self._require(key > self.key, {"key": key}, f"the order of events: {self.key} came before")
+        self.key = key
 
     def __call__(self, event: Event) -> None:
         self._require(event["time"] >= self.time, event, f"the clock goes back from {self.time}")

@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 1. There is one queue of events, ordered by (time, priority, counter). The counter is unique, so
-   that equal times never compare anything else and the order is total. Three things can happen:
-   a client comes or goes (CHANGE), an upload arrives (ARRIVE), a message from the server reaches a
-   client in training (DELIVER). At equal times they happen in this order.
+   that equal times never compare anything else and the order is total. Four things can happen: a
+   client comes or goes (CHANGE), an upload arrives (ARRIVE), a multicast (DELIVER) or an urgent
+   request (STOP) reaches a client in training. At equal times they happen in this order.
 2. Durations are virtual: work times device factor times jitter, plus bytes over bandwidth, from
    random streams named by client and dispatch. The wall clock is read for statistics only.
 3. Training is lazy. A client's result depends only on the model sent, its data and its own random
@@ -15,7 +15,9 @@ Theory of operation
 4. A multicast that reaches a client after k of its steps makes it train the steps from k on, from
    the new model: the schedule of batches stays the same. If no step is left, it is missed, and the
    upload answers the older dispatch.
-5. Evaluation and adaptation happen outside the clock and leave no trace in the run's state.
+5. Evaluation and adaptation happen outside the clock and leave no trace in the run's state. They
+   come every so many rounds; of a synchronous method, when the cohort is complete that reaches the
+   round, so that a model is not dated later than it was there.
 6. Every event goes to the observers (event log, invariant checker, progress bar) and into a
    running fingerprint: two runs with equal fingerprints did the same, bit for bit.
 """
@@ -36,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polytempo.core.errors import PolytempoError, Refused
+from polytempo.core.errors import Diverged, Refused
 from polytempo.core.messages import Action, Dispatch, Stop, Update
 from polytempo.core.parameters import BufferPolicy
 from polytempo.core.rng import rng
@@ -50,7 +52,7 @@ from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.dropout import Dropout, Never, Timeline
 from polytempo.simulation.metrics import over_clients
 
-CHANGE, ARRIVE, DELIVER = 0, 1, 2  # priorities at equal times
+CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
 Observer = Callable[[dict[str, Any]], None]
 
 
@@ -67,9 +69,9 @@ class Flight:
     lost: bool = False
     ticket: int = -1  # counter of its arrival event; an older one in the queue is void
 
-    def steps(self, samples: int) -> int:
-        """Steps of the whole task, whatever the client has done of it."""
-        return self.job.task.total_steps(samples)
+    def progress(self, time: float) -> float:
+        """The share of its training that the client has done by then."""
+        return max(0.0, (time - self.begin) / self.seconds)
 
 
 class Simulator:
@@ -146,21 +148,22 @@ class Simulator:
         left, or `stop()` says so between two events. Returns False in that last case."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums in one order: same seed, same bits
-        begin = wall.perf_counter()
         try:
-            if not self.started:
-                self._start()
+            with self._timed("total"):
+                if not self.started:
+                    self._start()
             while self.server.round < rounds and self.queue and self.queue[0][0] <= until:
                 if stop():
                     return False
-                self._step()
-            if not self.history or self.history[-1]["round"] != self.server.round:
-                self._record()
-            if self.history[-1]["accuracy_adapted"] is None and self.adapt_epochs:
-                self.history[-1]["accuracy_adapted"] = self.adapted()
-            return True
+                with self._timed("total"):
+                    self._step()
+            with self._timed("total"):
+                if self.history[-1]["round"] != self.server.round:
+                    self._record()
+                if self.history[-1]["accuracy_adapted"] is None and self.adapt_epochs:
+                    self.history[-1]["accuracy_adapted"] = self.adapted(stop)
+            return self.history[-1]["accuracy_adapted"] is not None or not self.adapt_epochs
         finally:
-            self.wall["total"] += wall.perf_counter() - begin
             torch.set_num_threads(threads)
 
     def _start(self) -> None:
@@ -177,42 +180,60 @@ class Simulator:
         self._act(self.server.join(c for c in range(self.federation.clients) if c not in absent))
 
     def _step(self) -> None:
-        self.time, priority, counter, client, flight, number = heapq.heappop(self.queue)
+        time, priority, counter, client, index, number = heapq.heappop(self.queue)
+        if self.checker:
+            self.checker.popped((time, priority, counter))
+        flight = self.flights.get(client)
+        if priority == ARRIVE and (flight is None or flight.ticket != counter):
+            return  # the client has left, or an urgent request has moved its arrival
+        self.time = time
         if priority == CHANGE:
-            self._change(flight)
-        elif priority == DELIVER:
-            self._deliver(client, flight, number)
-        elif client in self.flights and self.flights[client].ticket == counter:
+            self._change(index)
+        elif priority == ARRIVE:
             self._arrive(client)
+        elif priority == DELIVER:
+            self._deliver(client, index, number)
+        elif flight is not None and flight.first == index:
+            self._stop(flight)
 
     def _arrive(self, client: int) -> None:
-        flight = self.flights.pop(client)
+        flight = self.flights[client]
         if flight.lost:
-            self._drop(client, flight, self.server.lost)
+            self._drop(client, self.server.lost)
             return
         with self._timed("training"):
             [vector] = self.backend.train([flight.job])
         update = Update(client, flight.number, vector, self.federation.samples[client])
         stale = self.server.staleness(client, flight.number)
         with self._timed("server"):
+            version = self.server.version
             try:
                 actions = self.server.receive(update)
             except Refused as refusal:
-                raise PolytempoError(
+                self._expect(flight, self.time)  # as if it had not happened
+                raise Diverged(
                     f"round {self.server.round}, simulated time {self.time:g}: {refusal}"
                 ) from refusal
+        del self.flights[client]
         self.staleness[stale.rounds] += 1
         self._count("upload")
         details = {"staleness": stale.rounds, "versions": stale.versions}
         self._emit("upload", client, flight.number, **details)
         self._act(actions)
-        if self.server.round % self.eval_every == 0:
-            self._record()
+        self._record_if_due(version)
 
-    def _drop(self, client: int, flight: Flight, tell: Callable[[int], list[Action]]) -> None:
+    def _drop(self, client: int, tell: Callable[[int], list[Action]]) -> None:
+        version = self.server.version
+        flight = self.flights.pop(client)
         actions = tell(client)
         self._emit("drop", client, flight.number)
         self._act(actions)
+        self._record_if_due(version)
+
+    def _record_if_due(self, version: int) -> None:
+        due = self.server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
+        if due and (self.server.refill != "cohort" or self.server.version > version):
+            self._record()
 
     def _change(self, index: int) -> None:
         change = self.changes[index]
@@ -226,7 +247,7 @@ class Simulator:
         if not change.for_good:
             self.server.away(client)
         elif client in self.flights:
-            self._drop(client, self.flights.pop(client), self.server.leave)
+            self._drop(client, self.server.leave)
         else:
             self.server.leave(client)
 
@@ -237,17 +258,27 @@ class Simulator:
             client = action.client
             if isinstance(action, Stop):
                 self._emit("urgent", client, action.number)
-                self._push(self.time, DELIVER, client, self.flights[client].first, action.number)
+                self._post(STOP, action, 0.0)
             elif action.preempt:
                 self._count("multicast")
                 self._emit("multicast", client, action.number)
-                self.transit[action.number] = action
-                arrival = self.time + self._transfer(client)
-                self._push(arrival, DELIVER, client, self.flights[client].first, action.number)
+                if self._post(DELIVER, action, self._transfer(client)):
+                    self.transit[action.number] = action
+                else:
+                    self._emit("missed", client, action.number)
             else:
                 self._count("dispatch")
                 self._emit("dispatch", client, action.number)
                 self._launch(action)
+
+    def _post(self, priority: int, message: Action, delay: float) -> bool:
+        """Send a message to a client in training; False if the client will never be there."""
+        client = message.client
+        arrival = self.timeline.next_available(client, self.time + delay)
+        if math.isinf(arrival):
+            return False
+        self._push(arrival, priority, client, self.flights[client].first, message.number)
+        return True
 
     def _launch(self, dispatch: Dispatch) -> None:
         client, number = dispatch.client, dispatch.number
@@ -275,46 +306,39 @@ class Simulator:
         flight.ticket = self._push(possible, ARRIVE, flight.job.client, flight.first, flight.number)
 
     def _deliver(self, client: int, first: int, number: int) -> None:
-        """A multicast or an urgent request reaches the client, in training or not any more."""
+        """A multicast reaches the client, in training or not any more."""
+        multicast = self.transit.pop(number)
         flight = self.flights.get(client)
-        samples = self.federation.samples[client]
-        multicast = self.transit.pop(number, None)
-        same = flight is not None and flight.first == first
-        share = (self.time - flight.begin) / flight.seconds if flight is not None else 0.0
-        if multicast is not None:
+        if flight is not None and flight.first == first:
+            total = flight.job.task.total_steps(self.federation.samples[client])
             # the step in progress is finished before the new model is swapped in
-            done = math.ceil(max(0.0, share) * flight.steps(samples)) if flight is not None else 0
-            if (
-                flight is None
-                or not same
-                or done >= (flight.job.last_step or flight.steps(samples))
-            ):
-                self._emit("missed", client, number)
+            done = math.ceil(flight.progress(self.time) * total)
+            if done < (flight.job.last_step or total):
+                replaced, flight.number = flight.number, number
+                flight.job = replace(flight.job, params=multicast.params, first_step=done)
+                self._emit("restart", client, number, replaces=replaced, step=done)
                 return
-            replaced, flight.number = flight.number, number
-            flight.job = replace(flight.job, params=multicast.params, first_step=done)
-            self._emit("restart", client, number, replaces=replaced, step=done)
-        elif flight is not None and same:
-            total, epoch = flight.steps(samples), flight.job.task.batches(samples)
-            last = (math.floor(max(0.0, share) * total / epoch) + 1) * epoch
-            if last < total:
-                flight.job = replace(flight.job, last_step=last)
-                self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
+        self._emit("missed", client, number)
+
+    def _stop(self, flight: Flight) -> None:
+        """An urgent request reaches the client: the epoch in progress is its last."""
+        samples = self.federation.samples[flight.job.client]
+        total, epoch = flight.job.task.total_steps(samples), flight.job.task.batches(samples)
+        epochs = math.floor(flight.progress(self.time) * total / epoch) + 1
+        last = max(epochs, flight.job.first_step // epoch + 1) * epoch
+        if last < (flight.job.last_step or total):
+            flight.job = replace(flight.job, last_step=last)
+            self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
 
     # -- looking at it -------------------------------------------------------------------------
 
-    def handed(self) -> list[Tensor]:
-        """The model that each client would be handed now."""
-        return [self.strategy.model_for(client) for client in range(self.federation.clients)]
-
     def _record(self) -> None:
         with self._timed("evaluation"):
-            models = self.handed()
-            if all(model is models[0] for model in models):  # one model for all: load it once
-                [scores] = self.backend.evaluate([(models[0], range(len(models)))])
-            else:
-                one_each = [(model, [client]) for client, model in enumerate(models)]
-                scores = [score for [score] in self.backend.evaluate(one_each)]
+            clients = range(self.federation.clients)
+            if self.strategy.single_model:
+                [scores] = self.backend.evaluate([(self.strategy.model_for(0), clients)])
+            else:  # one at a time: n copies need not be alive at once
+                scores = [self._score(self.strategy.model_for(c), c) for c in clients]
             row = {
                 "time": self.time,
                 "round": self.server.round,
@@ -323,27 +347,30 @@ class Simulator:
                 "accuracy_adapted": None,
                 **self.messages,
             }
-            adapt = self.adapt_always and self.adapt_epochs and self.server.round
             self.history.append(row)
             self._emit("evaluate", None, accuracy=row["accuracy"], loss=row["loss"])
-        if adapt:
+        if self.adapt_always and self.adapt_epochs and self.server.round:
             row["accuracy_adapted"] = self.adapted()
 
-    def adapted(self) -> float:
-        """Mean accuracy after every client has adapted a copy of its model by plain training."""
+    def _score(self, model: Tensor, client: int) -> Score:
+        [[score]] = self.backend.evaluate([(model, [client])])
+        return score
+
+    def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean accuracy after every client has adapted a copy of its model by plain training;
+        None if `stop` broke it off."""
         with self._timed("evaluation"):
             task = replace(
                 self.server.context.task, objective=Plain(), epochs=self.adapt_epochs, steps=None
             )
-            jobs = [
-                Job(client, model, task, ("adapt", client, "round", self.server.round))
-                for client, model in enumerate(self.handed())
-            ]
-            scores: list[Score] = []
-            for job in jobs:  # one at a time: n adapted models need not be alive at once
+            scores = []
+            for client in range(self.federation.clients):
+                if stop():
+                    return None
+                stream = ("adapt", client, "round", self.server.round)
+                job = Job(client, self.strategy.model_for(client), task, stream)
                 [model] = self.backend.train([job])
-                [[score]] = self.backend.evaluate([(model, [job.client])])
-                scores.append(score)
+                scores.append(self._score(model, client))
             return over_clients(scores)["accuracy"]
 
     # -- small things --------------------------------------------------------------------------
