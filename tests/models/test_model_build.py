@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.registry import options
+from polytempo.core.registry import Options
 from polytempo.models import MLP, Inputs, build
 
 INPUTS = Inputs((6,), 3, None)
@@ -34,8 +34,7 @@ class WithInputsAndWidth(nn.Sequential):
         )
 
 
-@options
-class OwnOptions:
+class OwnOptions(Options):
     width: int = 5
 
     def build(self, inputs):
