@@ -1,11 +1,23 @@
-"""What all tests share: one thread, and a small federation that trains in milliseconds."""
+"""What all tests share: one thread, patience, and a small federation that trains in no time."""
+
+import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from polytempo import Federation
 
 torch.set_num_threads(1)
+# Machines are shared and slow at times: an example that takes long is no failure. On a build server
+# the examples are the same each time.
+settings.register_profile(
+    "polytempo",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("polytempo")
 
 
 @pytest.fixture(scope="session")

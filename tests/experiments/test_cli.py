@@ -27,6 +27,7 @@ def test_the_command_alone_shows_its_help(polytempo):
     outcome = polytempo()
     assert outcome.code in (0, 2)
     assert all(command in outcome.out + outcome.err for command in COMMANDS)
+    assert "error" not in outcome.err  # this is no mistake
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
