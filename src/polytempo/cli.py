@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -31,8 +32,14 @@ from polytempo.simulation import Simulator
 from polytempo.simulation.simulator import Observer
 from polytempo.strategies import STRATEGIES
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        output.print(version("polytempo"), highlight=False)
+        raise typer.Exit
+
+
 app = typer.Typer(
-    help="Asynchronous, personalised federated learning: simulate it, compare it, trust it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,8 +48,21 @@ output = Console()
 notes = Console(stderr=True)
 
 
+@app.callback()
+def options_of_all(
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_version, is_eager=True, metavar=""
+        ),
+    ] = False,
+) -> None:
+    """Asynchronous, personalised federated learning: simulate it, compare it, trust it."""
+
+
 def main() -> None:
     """Entry point: a mistake of the user's is one line, not a traceback."""
+    sys.path.insert(0, "")  # so that module:Class finds the user's module in this folder
     try:
         code = app(standalone_mode=False)
     except PolytempoError as error:
@@ -55,6 +75,8 @@ def main() -> None:
             raise
         # What the command line itself could not read (its class differs between versions of typer).
         message = error.format_message()
+        if not message:  # `polytempo` alone: its help was shown
+            sys.exit(2)
         where = getattr(getattr(error, "ctx", None), "command_path", "polytempo")
         _complain(f"{message.rstrip('.')}; see {where} --help")
         code = 2
@@ -94,8 +116,13 @@ def _option(name: str) -> inspect.Parameter:
     field = RunConfig.model_fields[name]
     kind = _plain(field.annotation)
     flag = "--" + name.replace("_", "-")
+    if kind is bool:
+        flag += "/--no-" + name.replace("_", "-")
     default = "" if field.default is None or field.default is False else f" \\[{field.default}]"
-    option = typer.Option(flag, help=f"{field.description}{default}", show_default=False)
+    metavar = "" if kind is bool else None
+    option = typer.Option(
+        flag, help=f"{field.description}{default}", show_default=False, metavar=metavar
+    )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -117,7 +144,9 @@ def _plain(annotation: Any) -> type:
 
 # -- commands -------------------------------------------------------------------------------------
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines, nothing else.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON for machines, nothing else.", metavar="")
+]
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file with settings; options win.")
 ]
@@ -130,7 +159,7 @@ def run_command(
     config: Config = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder to write \\[runs/STRATEGY-DATA-SEED]."),
+        typer.Option("--out", "-o", help="Folder to write \\[a new one in runs]."),
     ] = None,
     resume_from: Annotated[
         Path | None,
@@ -248,12 +277,17 @@ def strategies_command(as_json: Json = False) -> None:
     if as_json:
         output.print_json(data=found)
         return
-    table = Table(title="Strategies: use as NAME or NAME:option=value,option=value", expand=True)
-    for column in ("name", "family", "what it is", "options and defaults"):
-        table.add_column(column, style="bold" if column == "name" else None)
+    table = Table(
+        title="Strategies: use as NAME or NAME:option=value,option=value",
+        box=box.SIMPLE_HEAD,
+        show_lines=True,
+    )
+    for column in ("name", "what it is", "options and defaults"):
+        table.add_column(column, style="bold" if column == "name" else None, overflow="fold")
     for row in found:
-        options = ", ".join(f"{k}={v}" for k, v in row["parameters"].items())
-        table.add_row(row["name"], row["family"], row["summary"], options or "-")
+        options = "\n".join(f"{k}={v}" for k, v in row["parameters"].items())
+        about = f"{row['summary']}\n[dim]{row['family']}; {escape(row['paper'])}[/]"
+        table.add_row(row["name"], about, options or "-")
     output.print(table)
 
 
@@ -309,16 +343,20 @@ def _list_data(data_dir: str | None, as_json: bool) -> None:
     if as_json:
         output.print_json(data=[vars(info) for info in found])
         return
-    table = Table(title="Data sets")
-    for column in ("name", "here", "samples", "classes", "what", "where"):
-        table.add_column(column, style="bold" if column == "name" else None)
+    table = Table(title="Data sets", box=box.SIMPLE_HEAD)
+    for column in ("name", "here", "samples", "classes", "what"):
+        table.add_column(column, style="bold" if column == "name" else None, overflow="fold")
     for info in found:
         here = "[green]yes[/]" if info.available else "[red]no[/]"
         samples = "-" if info.samples is None else f"{info.samples:,}"
         classes = "-" if info.classes is None else str(info.classes)
-        table.add_row(info.name, here, samples, classes, info.description, escape(info.where))
+        table.add_row(info.name, here, samples, classes, info.description)
     output.print(table)
-    output.print("Also: the path of an .npz or of a folder with one .npz a client, hub:owner/name.")
+    output.print(
+        "Files are looked for in the folder named by --data-dir or POLYTEMPO_DATA.\n"
+        "Also: the path of an .npz or of a folder with one .npz a client, and hub:owner/name\n"
+        'of the Hugging Face hub (pip install "polytempo\\[hub]").'
+    )
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:

@@ -73,6 +73,7 @@ def test_strategies_share_everything_but_themselves(compared):
         one = read_config(compared[0] / "pace" / f"seed{seed}" / "config.toml")
         other = read_config(compared[0] / "fedavg" / f"seed{seed}" / "config.toml")
         assert one.pop("strategy") != other.pop("strategy")
+        assert (one.pop("refill"), other.pop("refill")) == ("idle", "cohort")
         assert one == other
         [a], [b] = (summaries(compared[0], name, [seed]) for name in ("pace", "fedavg"))
         assert a["federation"] == b["federation"]

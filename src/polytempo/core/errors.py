@@ -21,7 +21,8 @@ class Diverged(PolytempoError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` when some known word is close, else the list of known words."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     if close:
-        return f"; did you mean {close[0]!r}?"
+        return f"; did you mean {by_lower[close[0]]!r}?"
     return f"; choose from: {', '.join(known)}" if known else ""

@@ -41,6 +41,7 @@ class Federation:
     x: uint8 images [N, C, H, W], float32 features, or int64 tokens [N, length].
     groups: the true group of each client, where there is one.
     mean, std: per channel, for images; `prepare` applies them.
+    partition: how the samples were divided, as a table of settings.
     """
 
     name: str
@@ -49,11 +50,12 @@ class Federation:
     train: tuple[slice, ...]
     test: tuple[slice, ...]
     classes: int
-    groups: Array | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    vocabulary: int | None = None
-    description: str = ""
+    groups: Array | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    vocabulary: int | None
+    description: str
+    partition: Mapping[str, Any]
 
     @property
     def clients(self) -> int:
@@ -257,4 +259,5 @@ class Federation:
             std=std,
             vocabulary=vocabulary,
             description=", ".join(about),
+            partition=PARTITIONS.describe(divider),
         )

@@ -46,7 +46,7 @@ def _info(name: str, folder: Path | None) -> DatasetInfo:
     where = remedy(name, folder, lacking) if lacking else str(folder) if files else "built in"
     if name == "hub":
         name, at_hand = "hub:owner/dataset", _installed("datasets")
-        where = "huggingface.co" if at_hand else 'pip install "polytempo[hub]"'
+        where = "the Hugging Face hub" if at_hand else 'pip install "polytempo[hub]"'
     return DatasetInfo(
         name=name,
         available=at_hand,

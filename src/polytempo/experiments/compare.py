@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
-from polytempo.experiments.config import make_config, read_config
+from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
-from polytempo.experiments.run import Attach, holds_run, resume, run
+from polytempo.experiments.run import Attach, holds_run, prepare, resume, run
 from polytempo.report import plot_accuracy, write_html
 
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
@@ -93,7 +93,7 @@ def compare(
         observer = watch(label, seed) if watch else None
         try:
             if holds_run(place):
-                result = _continue(place, config.model_dump(exclude_none=True), observer)
+                result = _continue(place, config, observer)
             else:
                 result = run(config, place, observer=observer)
         except Diverged as error:
@@ -112,8 +112,9 @@ def compare(
     return comparison
 
 
-def _continue(place: Path, wanted: dict[str, Any], observer: Attach | None) -> RunResult:
+def _continue(place: Path, config: RunConfig, observer: Attach | None) -> RunResult:
     found = read_config(place / "config.toml")
+    wanted = prepare(config)[0].model_dump(exclude_none=True)
     different = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
     if different:
         name = different[0]

@@ -66,7 +66,8 @@ class RunConfig(BaseModel):
         "auto", description="linear, mlp, lenet, cnn64, textcnn, resnet18, or module:factory"
     )
     buffers: BufferPolicy = Field(
-        "share", description="batch-norm statistics travel with the model, or start afresh"
+        "share",
+        description="batch-norm statistics: share (travel with the model) or reset (start afresh)",
     )
     rounds: Annotated[int, Field(ge=1)] = Field(
         400, description="updates that the server folds in before the run ends"
@@ -79,7 +80,9 @@ class RunConfig(BaseModel):
         description="clients that train at once (a tenth of them, at least 4; standalone: all)",
     )
     refill: Refill | None = Field(
-        None, description="who is started when a slot falls free (the strategy's own choice)"
+        None,
+        description="who is started when a slot falls free: idle, same or cohort "
+        "(the strategy's own choice)",
     )
     devices: Spec = Field("two-speed", description=f"speeds: {', '.join(DEVICES)}")
     network: Spec = Field("instant", description=f"links: {', '.join(NETWORKS)}")
@@ -153,8 +156,8 @@ def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunCon
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise PolytempoError(
-            f"{source}: {name} = {first['input']!r}: {first['msg']}; "
-            f"{name} is the {RunConfig.model_fields[name].description}"
+            f"{source}: {name} = {first['input']!r}: {first['msg']} "
+            f"({name}: {RunConfig.model_fields[name].description})"
         ) from error
 
 

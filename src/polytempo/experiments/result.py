@@ -57,6 +57,7 @@ class RunResult:
             messages=[row["dispatch"] + row["upload"] + row["multicast"] for row in self.history],
             accuracy=[row["accuracy"] for row in self.history],
             adapted=self.accuracy_adapted,
+            final=self.summary["accuracy"],
         )
 
     def plot(self, path: str | Path) -> Path:

@@ -74,10 +74,23 @@ def simulate(
 
 def run(config: RunConfig, folder: Path, *, observer: Attach | None = None) -> RunResult:
     """Carry out a run in a new folder."""
-    federation = load_federation(config)
-    simulator = make_simulator(config, federation, config.model)
+    config, simulator = prepare(config)
     new_folder(folder)
     return drive(simulator, config, folder, observer)
+
+
+def prepare(config: RunConfig) -> tuple[RunConfig, Simulator]:
+    """The run's world, and its settings with everything filled in that was left open."""
+    federation = load_federation(config)
+    simulator = make_simulator(config, federation, config.model)
+    filled = {
+        "clients": federation.clients,
+        "partition": dict(federation.partition),
+        "slots": simulator.server.slots,
+        "refill": simulator.server.refill,
+        "eval_every": config.evaluation_interval,
+    }
+    return config.model_copy(update=filled), simulator
 
 
 def resume(
@@ -87,7 +100,7 @@ def resume(
     observer: Attach | None = None,
 ) -> RunResult:
     """Go on with the run of a folder from its checkpoint (perhaps for more rounds)."""
-    if not holds_run(folder):
+    if not (folder / "config.toml").exists():
         raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
     settings = read_config(folder / "config.toml")
     if str(settings.get("data", "")).startswith(GIVEN):
@@ -96,10 +109,8 @@ def resume(
             "run it anew from Python"
         )
     if rounds is not None:
-        settings.setdefault("eval_every", make_config(settings).evaluation_interval)
         settings["rounds"] = rounds
-    config = make_config(settings, str(folder / "config.toml"))
-    simulator = make_simulator(config, load_federation(config), config.model)
+    config, simulator = prepare(make_config(settings, str(folder / "config.toml")))
     if (folder / CHECKPOINT).exists():
         restore(simulator, load_state(folder / CHECKPOINT))
     if simulator.server.round > config.rounds:
@@ -166,9 +177,9 @@ def new_folder(folder: Path) -> Path:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether this is the folder of a run, finished or not."""
+    """Whether there is a run in this folder that could be read or gone on with."""
     try:
-        return (folder / "config.toml").exists()
+        return (folder / CHECKPOINT).exists() or (folder / "result.json").exists()
     except NotADirectoryError as error:
         raise PolytempoError(f"{folder}: {error.filename} is a file, not a folder") from error
 

@@ -19,13 +19,15 @@ AXES = {"time": "simulated time (s)", "rounds": "arrivals", "messages": "message
 
 @dataclass(frozen=True)
 class Curve:
-    """The evaluations of one run, in order; `adapted` is the final accuracy after adaptation."""
+    """The evaluations of one run, in order; `final` is the figure that it is known by (the last
+    evaluation, if not given), `adapted` the same after local adaptation."""
 
     time: Sequence[float]
     rounds: Sequence[int]
     messages: Sequence[int]
     accuracy: Sequence[float]
     adapted: float | None = None
+    final: float | None = None
 
     def __post_init__(self) -> None:
         sizes = [len(self.time), len(self.rounds), len(self.messages), len(self.accuracy)]
@@ -81,12 +83,13 @@ def plot_accuracy(
             if len(runs) > 1:
                 low, high = values.min(axis=0), values.max(axis=0)
                 axes.fill_between(grid, low, high, color=colour, alpha=0.16, lw=0, step="post")
-            text = f"{label}: {mean[-1]:.1%}"
+            finals = [run.accuracy[-1] if run.final is None else run.final for run in runs]
+            text = f"{label}: {np.mean(finals):.1%}"
             adapted = [run.adapted for run in runs if run.adapted is not None]
             if adapted:
-                final = float(np.mean(adapted))
-                axes.plot([grid[-1]], [final], clip_on=False, zorder=5, **_diamond(colour))
-                text += f", \N{WHITE DIAMOND} {final:.1%}"
+                height = float(np.mean(adapted))
+                axes.plot([grid[-1]], [height], clip_on=False, zorder=5, **_diamond(colour))
+                text += f", \N{WHITE DIAMOND} {height:.1%}"
             handles.append(Line2D([], [], **look, linewidth=1.8, label=text))
         bare(axes)
         axes.margins(x=0.01)

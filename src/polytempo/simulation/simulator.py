@@ -211,8 +211,11 @@ class Simulator:
                 actions = self.server.receive(update)
             except Refused as refusal:
                 self._expect(flight, self.time)  # as if it had not happened
+                why = str(refusal)
+                if not bool(torch.isfinite(flight.job.params).all()):
+                    why = f"{self.strategy} served client {client} a model that is NaN or infinite"
                 raise Diverged(
-                    f"round {self.server.round}, simulated time {self.time:g}: {refusal}"
+                    f"round {self.server.round}, simulated time {self.time:g}: {why}"
                 ) from refusal
         del self.flights[client]
         self.staleness[stale.rounds] += 1
