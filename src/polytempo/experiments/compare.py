@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def compare(
         except Diverged as error:
             failed[label] = f"{label}, seed {seed}: {error}"
             continue
-        results[label].append(result)
+        results[label].append(replace(result, simulator=None))  # its data and models may go
         if not result.summary["complete"] or result.interrupted:
             complete = False
             break
