@@ -18,11 +18,10 @@ import importlib
 import json
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, dataclass_transform
 
 import pydantic
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from typing_extensions import dataclass_transform
 
 from polytempo.core.errors import PolytempoError, nearest
 
