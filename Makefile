@@ -23,8 +23,8 @@ demo: $(READY)
 	@echo "Open runs/demo/report.html, or look at runs/demo/*.png"
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
 
 types: $(READY)
 	$(BIN)/mypy

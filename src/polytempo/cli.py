@@ -178,6 +178,7 @@ def run_command(
     """
     with _progress(as_json) as progress:
         if resume_from is not None:
+            resume_from = resume_from.expanduser()
             rounds = settings.pop("rounds", None)
             if settings or config or out:
                 name = "config" if config else "out" if out else next(iter(settings))
@@ -190,7 +191,7 @@ def run_command(
             result = resume(folder, rounds=rounds, observer=observer)
         else:
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
-            folder = out or _free_folder(chosen)
+            folder = out.expanduser() if out else _free_folder(chosen)
             observer = _watch(progress, str(chosen.strategy_table["name"]))
             result = run(chosen, folder, observer=observer)
     if as_json:
@@ -233,6 +234,7 @@ def compare_command(
     if seeds < 1:
         raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
     base = {**(read_config(config) if config else {}), **settings}
+    out = out.expanduser()
     first = base.pop("seed", 0) if first_seed is None else first_seed
     with _progress(as_json) as progress:
         comparison = run_comparison(

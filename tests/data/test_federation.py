@@ -219,7 +219,7 @@ def test_files_that_do_not_fit_are_explained(tmp_path: Path) -> None:
             Federation.from_npz(tmp_path / "bad.npz")
 
     refused("lacks y, has X, labels", X=x, labels=y)
-    refused(r"user has shape \(2,\)", X=x, y=y, user=[0, 1])
+    refused(r"users has shape \(2,\)", X=x, y=y, user=[0, 1])
     refused("X_test is for files of one client", X=x, y=y, X_test=x, y_test=y)
     refused("cannot be read", X=np.array([{}, {}], dtype=object), y=[0, 1])
     np.savez(tmp_path / "bad.npz", X=x, y=y, X_test=x)
@@ -240,3 +240,60 @@ def test_import_is_light() -> None:
     command = f"import sys, polytempo.data; assert not {heavy}, {heavy}"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# -- what a review found --------------------------------------------------------------------------
+
+
+def some(count: int = 8) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", [list, lambda y: np.array(y, dtype=object), np.array])
+def test_names_are_numbered_alike_for_all_clients_and_parts(kind):
+    first, second = kind(["cat", "dog"] * 4), kind(["dog", "fish"] * 4)
+    test = kind(["fish", "fish", "cat", "dog"] * 2)
+    fed = Federation.from_arrays([(some(), first, some(), test), (some(), second)])
+    assert fed.classes == 3
+    assert fed.y[fed.train[0]].tolist() == [0, 1] * 4
+    assert fed.y[fed.test[0]].tolist() == [2, 2, 0, 1] * 2
+    assert set(fed.y[fed.train[1]].tolist()) == {1, 2}
+
+
+def test_names_beside_numbers_are_refused():
+    with pytest.raises(PolytempoError, match="names"):
+        Federation.from_arrays([(some(), ["a", "b"] * 4), (some(), [0, 1] * 4)])
+
+
+def test_clients_may_come_from_a_generator_but_not_as_something_else():
+    fed = Federation.from_arrays((some(), [0, 1] * 4) for _ in range(3))
+    assert fed.clients == 3
+    with pytest.raises(PolytempoError, match="client 0: expected"):
+        Federation.from_arrays([{"X": some(), "y": [0, 1] * 4}])
+
+
+def test_labels_that_are_not_numbered_from_zero_are_refused():
+    with pytest.raises(PolytempoError, match="renumber"):
+        Federation.from_arrays([(some(), [0, 3_000_000] * 4)])
+    assert Federation.from_arrays([(some(), [0, 900] * 4)]).classes == 901
+
+
+def test_large_integers_are_not_taken_for_tokens():
+    table = np.array([[5, 900_000], [7, 100]] * 4)
+    with pytest.raises(PolytempoError, match="float32"):
+        Federation.from_arrays([(table, [0, 1] * 4)])
+
+
+@pytest.mark.parametrize("users", [["a", None] * 4, [0.0, np.nan] * 4])
+def test_missing_users_are_named(users):
+    with pytest.raises(PolytempoError, match="user of every sample"):
+        Federation.from_pool(some(), [0, 1] * 4, users)
+
+
+def test_the_digest_tells_data_and_division_apart():
+    pairs = [(some(), [0, 1] * 4), (some(), [1, 0] * 4)]
+    one = Federation.from_arrays(pairs, seed=0)
+    assert one.digest == Federation.from_arrays(pairs, seed=0).digest
+    assert one.digest != Federation.from_arrays(pairs, seed=1).digest
+    pairs[0][0][0, 0] += 1
+    assert one.digest != Federation.from_arrays(pairs, seed=0).digest

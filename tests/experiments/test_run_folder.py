@@ -11,9 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
+import polytempo as pt
 from polytempo.experiments import run as run_module
 from polytempo.experiments.config import RunConfig, make_config, read_config
 
@@ -466,3 +468,28 @@ def test_the_defaults_of_a_configuration_are_those_of_the_library(done):
     found = read_config(done / "config.toml")
     assert found["lr"] == RunConfig().lr
     assert os.access(done / "result.json", os.R_OK)
+
+
+def test_a_run_does_not_go_on_with_other_data(polytempo, tmp_path, monkeypatch):
+    def write(seed):
+        random = np.random.default_rng(seed)
+        x = random.normal(size=(60, 4)).astype(np.float32)
+        np.savez(tmp_path / "m.npz", X=x, y=random.integers(0, 3, 60))
+
+    write(0)
+    monkeypatch.chdir(tmp_path)
+    few = ("--clients", 4, "--partition", "iid", "--rounds", 6)
+    assert polytempo("run", "--data", "m.npz", *few, "-o", "run").code == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert polytempo("run", "--resume", "../run", "--rounds", 8).code == 0
+    write(1)
+    assert "other data" in polytempo("run", "--resume", "../run", "--rounds", 10).error
+
+
+def test_a_strategy_object_can_be_used_again(small):
+    strategy = pt.strategies.PACE()
+    first = pt.simulate(small, strategy=strategy, rounds=5, model="linear", adapt_epochs=0)
+    before = {name: value.clone() for name, value in first.model(0).items()}
+    pt.simulate(small, strategy=strategy, rounds=9, model="linear", adapt_epochs=0, seed=3)
+    assert all((first.model(0)[name] == value).all() for name, value in before.items())

@@ -17,9 +17,9 @@ from polytempo.data.partition import Array
 def cache_dir() -> Path:
     """`POLYTEMPO_CACHE`, else `$XDG_CACHE_HOME/polytempo`, else `~/.cache/polytempo`."""
     if own := os.environ.get("POLYTEMPO_CACHE"):
-        return Path(own)
+        return Path(own).expanduser()
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "polytempo"
+        return Path(base).expanduser() / "polytempo"
     return Path.home() / ".cache" / "polytempo"
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.data.divide import (
     apply_shift,
@@ -23,7 +24,7 @@ from polytempo.data.divide import (
 )
 from polytempo.data.npz import pool_clients, read_npz
 from polytempo.data.partition import PARTITIONS, Array, Natural, Partitioner
-from polytempo.data.pool import Pool, features, labels
+from polytempo.data.pool import Pool, features, labels, number_of_classes, user_ids
 from polytempo.data.shift import SHIFTS, Shift
 from polytempo.data.source import Request
 from polytempo.data.sources import is_path, open_pool
@@ -56,6 +57,14 @@ class Federation:
     vocabulary: int | None
     description: str
     partition: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all samples and of who holds them."""
+        digest = hashlib.blake2b(repr((self.train, self.test)).encode(), digest_size=16)
+        for tensor in (self.x, self.y):
+            digest.update(tensor.contiguous().numpy().view(np.uint8).data)
+        return digest.hexdigest()
 
     @property
     def clients(self) -> int:
@@ -152,18 +161,13 @@ class Federation:
         """
         found = features(x, name)
         if users is not None:
-            users = np.asarray(users)
-            if users.shape != (len(found),):
-                raise PolytempoError(
-                    f"{name}: users has shape {users.shape}, expected ({len(found)},), one user "
-                    "for each sample of x"
-                )
+            users = user_ids(users, len(found), name)
         known = labels(y, len(found), name, classes)
         pool = Pool(
             name=name,
             x=found,
             y=known,
-            classes=classes or int(known.max()) + 1,
+            classes=number_of_classes(known, name, classes),
             users=users,
             length=length,
             vocabulary=vocabulary,
@@ -173,7 +177,7 @@ class Federation:
     @classmethod
     def from_arrays(
         cls,
-        clients: Sequence[Sequence[Any]],
+        clients: Iterable[Sequence[Any]],
         *,
         name: str = "own",
         test_fraction: float = 0.25,
@@ -186,6 +190,7 @@ class Federation:
         integer tokens [N, length], or a list of texts. (X, y, X_test, y_test) brings a test split
         of its own.
         """
+        clients = list(clients)
         who = [f"client {number}" for number in range(len(clients))]
         pool = pool_clients(name, clients, who, classes)
         return cls._divide(pool, name, None, None, None, test_fraction, seed, None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from polytempo.core.errors import PolytempoError
 from polytempo.data.partition import Array
-from polytempo.data.pool import Pool, features, labels
+from polytempo.data.pool import Pool, features, labels, names, number_of_classes, user_ids
 from polytempo.data.source import reading
 
 
@@ -21,12 +21,9 @@ def pool_clients(
     """One pool of what each client brings: (X, y), or (X, y, X_test, y_test)."""
     if not clients:
         raise PolytempoError("no clients were given; give at least one pair (X, y)")
+    clients = _number_names(clients, who)
     parts: list[tuple[Array | list[str], Array, int, bool]] = []
     for number, (client, label) in enumerate(zip(clients, who, strict=True)):
-        if len(client) not in (2, 4):
-            raise PolytempoError(
-                f"{label}: expected (X, y) or (X, y, X_test, y_test), got {len(client)} things"
-            )
         for at in range(0, len(client), 2):
             part = label if at == 0 else f"{label}, test"
             x = features(client[at], part)
@@ -39,10 +36,32 @@ def pool_clients(
         name=name,
         x=_join([x for x, _, _, _ in parts]),
         y=y,
-        classes=classes or int(y.max()) + 1,
+        classes=number_of_classes(y, name, classes),
         users=np.repeat([number for _, _, number, _ in parts], sizes),
         test=np.repeat([test for _, _, _, test in parts], sizes),
     )
+
+
+def _number_names(clients: Sequence[Sequence[Any]], who: Sequence[str]) -> list[list[Any]]:
+    """The clients, with labels that are names numbered alike for all of them."""
+    for client, label in zip(clients, who, strict=True):
+        if not isinstance(client, tuple | list) or len(client) not in (2, 4):
+            count = f"{len(client)} things" if isinstance(client, tuple | list) else type(client)
+            raise PolytempoError(f"{label}: expected (X, y) or (X, y, X_test, y_test), got {count}")
+    named = [[names(y) for y in client[1::2]] for client in clients]
+    found = [part for parts in named for part in parts]
+    if all(part is None for part in found):
+        return [list(client) for client in clients]
+    texts = [part for part in found if part is not None]
+    if len(texts) < len(found):
+        raise PolytempoError("some clients' labels are names, others' are numbers; use one of both")
+    known = np.unique(np.concatenate([text.reshape(-1) for text in texts]))
+    numbered = []
+    for client, parts in zip(clients, named, strict=True):
+        made = list(client)
+        made[1::2] = [np.searchsorted(known, part) for part in parts if part is not None]
+        numbered.append(made)
+    return numbered
 
 
 def _same_form(first: Array | list[str], x: Array | list[str], who: str, other: str) -> None:
@@ -80,12 +99,8 @@ def read_npz(path: str | Path, classes: int | None = None) -> Pool:
         )
     x = features(arrays["X"], str(path))
     y = labels(arrays["y"], len(x), str(path), classes)
-    users = arrays.get("user")
-    if users is not None and users.shape != y.shape:
-        raise PolytempoError(
-            f"{path}: user has shape {users.shape}, expected {y.shape}, one user for each sample"
-        )
-    return Pool(path.stem, x, y, classes or int(y.max()) + 1, users=users)
+    users = user_ids(arrays["user"], len(x), str(path)) if "user" in arrays else None
+    return Pool(path.stem, x, y, number_of_classes(y, str(path), classes), users=users)
 
 
 def _read_folder(folder: Path, classes: int | None) -> Pool:

@@ -125,7 +125,8 @@ def _until(draw: Callable[[], Array], least: int, what: str) -> Array:
             return counts
     raise PolytempoError(
         f"{what}: in {TRIES} draws, never did every one of {counts.shape[1]} clients get "
-        f"{least} samples; raise alpha, use fewer clients, or lower min_size"
+        f"{least} samples; raise alpha, use fewer clients"
+        + (", or lower min_size" if least > 1 else ", or another partition, such as iid")
     )
 
 

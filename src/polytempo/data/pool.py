@@ -118,7 +118,52 @@ def _tokens(x: Array, who: str) -> Array:
             f"{who}: X of type {x.dtype}, shape {x.shape} and minimum {x.min()} is no table of "
             "tokens [samples, length] from 0 up; convert features to float32, images to uint8"
         )
+    if x.max() >= 2**17:
+        raise PolytempoError(
+            f"{who}: X of type {x.dtype} would be read as tokens, but holds {x.max()}: convert "
+            "features to float32"
+        )
     return x.astype(np.int64)
+
+
+def names(given: Any) -> Array | None:
+    """Labels that are names, as an array of text; None if they are something else."""
+    found = np.asarray(given) if not isinstance(given, torch.Tensor) else np.zeros(0)
+    if found.dtype.kind == "O" and found.size and all(isinstance(n, str) for n in found.flat):
+        found = found.astype(str)
+    if found.dtype.kind == "S":
+        found = found.astype(str)
+    return found if found.dtype.kind == "U" else None
+
+
+def number_of_classes(y: Array, who: str, given: int | None) -> int:
+    """As given, or one more than the largest label, if that is plausible."""
+    if given is not None:
+        return given
+    largest, distinct = int(y.max()), len(np.unique(y))
+    if largest >= max(1000, 10 * distinct):
+        raise PolytempoError(
+            f"{who}: {distinct} different labels, but the largest is {largest}: they are not "
+            "numbered from 0 up; renumber them with numpy.unique(y, return_inverse=True), or give "
+            "the number of classes"
+        )
+    return largest + 1
+
+
+def user_ids(given: Any, samples: int, who: str) -> Array:
+    """Whom each sample belongs to, as numbers or text."""
+    users = np.asarray(given)
+    if users.shape != (samples,):
+        raise PolytempoError(
+            f"{who}: users has shape {users.shape}, expected ({samples},), one user for each sample"
+        )
+    if users.dtype.kind == "f" and np.isnan(users).any():
+        raise PolytempoError(f"{who}: some users are NaN; name the user of every sample")
+    if users.dtype.kind == "O":
+        if any(user is None or user != user for user in users):
+            raise PolytempoError(f"{who}: some users are missing; name the user of every sample")
+        users = users.astype(str)
+    return users
 
 
 def labels(given: Any, samples: int, who: str, classes: int | None = None) -> Array:
@@ -132,8 +177,8 @@ def labels(given: Any, samples: int, who: str, classes: int | None = None) -> Ar
         raise PolytempoError(
             f"{who}: y has shape {y.shape}, expected ({samples},), one label for each sample of X"
         )
-    if y.dtype.kind == "U":
-        y = np.unique(y, return_inverse=True)[1]
+    if (named := names(y)) is not None:
+        y = np.unique(named, return_inverse=True)[1]
     if y.dtype.kind not in "iubf" or not (np.isfinite(y).all() and (y == np.floor(y)).all()):
         raise PolytempoError(
             f"{who}: labels must be whole numbers from 0 up, got type {y.dtype} with {y[0]!s} "

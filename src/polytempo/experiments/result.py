@@ -89,7 +89,7 @@ def summarise(
             "complete": complete,
             "federation": simulator.federation.description,
             "accuracy": final_accuracy(history),
-            "accuracy_best": max(row["accuracy"] for row in history),
+            "accuracy_best": max(row["accuracy"] for row in history[1:] or history),
             "accuracy_weighted": last["accuracy_weighted"],
             "accuracy_std": last["accuracy_std"],
             "accuracy_worst10": last["accuracy_worst10"],

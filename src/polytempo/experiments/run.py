@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import signal
@@ -49,7 +50,7 @@ def simulate(
     `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
     `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
     """
-    chosen = STRATEGIES.create(strategy)
+    chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
     for name in (*FEDERATION, *(() if out else ("events",))):
         if name in settings:
             raise PolytempoError(
@@ -68,7 +69,7 @@ def simulate(
         peak_memory(reset=True)
         simulator.run(config.rounds, until=config.until or float("inf"))
         return summarise(simulator, truth["strategy"], complete=True)
-    folder = new_folder(Path(out))
+    folder = new_folder(Path(out).expanduser())
     return drive(simulator, config, folder)
 
 
@@ -83,13 +84,18 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Simulator]:
     """The run's world, and its settings with everything filled in that was left open."""
     federation = load_federation(config)
     simulator = make_simulator(config, federation, config.model)
-    filled = {
+    filled: dict[str, Any] = {
         "clients": federation.clients,
         "partition": dict(federation.partition),
         "slots": simulator.server.slots,
         "refill": simulator.server.refill,
         "eval_every": config.evaluation_interval,
     }
+    path = Path(config.data).expanduser()
+    if path.exists():
+        filled["data"] = str(path.resolve())
+    if config.data_dir is not None:
+        filled["data_dir"] = str(Path(config.data_dir).expanduser().resolve())
     return config.model_copy(update=filled), simulator
 
 

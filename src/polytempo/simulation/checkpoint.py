@@ -23,6 +23,7 @@ def snapshot(simulator: Simulator) -> State:
     copy it before the simulator goes on."""
     return {
         "format": FORMAT,
+        "data": simulator.federation.digest,
         "server": simulator.server.state_dict(),
         "time": simulator.time,
         "queue": simulator.queue,
@@ -46,6 +47,11 @@ def restore(simulator: Simulator, state: State) -> None:
         raise PolytempoError(
             f"the checkpoint has format {state.get('format')}, this version reads {FORMAT}; "
             "start the run anew"
+        )
+    if state["data"] != simulator.federation.digest:
+        raise PolytempoError(
+            f"the checkpoint was made on other data than {simulator.federation.description} now "
+            "is; bring the old files back, or start the run anew"
         )
     simulator.server.load_state_dict(state["server"])
     simulator.time, simulator.counter = state["time"], state["counter"]
