@@ -363,8 +363,10 @@ def _list_data(data_dir: str | None, as_json: bool) -> None:
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(rows[0]):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    first, *others = rows[0]
+    table.add_column(first, min_width=10, overflow="fold")
+    for column in others:
+        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*(escape(value) for value in row.values()))
     output.print(table)
