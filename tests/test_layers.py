@@ -18,6 +18,7 @@ ALLOWED = {
     "experiments": {
         *("core", "data", "models", "local", "strategies", "simulation", "report", "storage")
     },
+    "bench": {"core", "data", "models", "local", "strategies", "simulation"},
 }
 NO_IO = {"socket", "time", "threading", "random", "asyncio", "subprocess", "requests", "datetime"}
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from polytempo import storage as module
 from polytempo.core.errors import PolytempoError
-from polytempo.storage import load_state, save_state
+from polytempo.storage import load_state, mapped, save_state
 
 
 @pytest.fixture
@@ -293,3 +293,37 @@ def test_a_checkpoint_whose_arrays_are_missing_is_an_error(path):
 def test_a_folder_in_the_place_of_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(PolytempoError, match="checkpoint"):
         load_state(tmp_path)
+
+
+# -- memory on disk --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_mapped_memory_holds_what_is_written_to_it(tmp_path, dtype):
+    allocate = mapped(tmp_path)
+    blocks = [allocate((300, 7), dtype) for _ in range(3)]
+    rows = [torch.full((300, 7), float(k), dtype=dtype) for k in range(3)]
+    for block, row in zip(blocks, rows, strict=True):
+        assert block.shape == (300, 7) and block.dtype == dtype and block.data_ptr() % 64 == 0
+        block.copy_(row)
+    assert all(torch.equal(block, row) for block, row in zip(blocks, rows, strict=True))
+
+
+def test_mapped_memory_is_on_the_disk_that_was_named_and_leaves_no_file(tmp_path):
+    block = mapped(tmp_path)((2**18, 16), torch.float32).fill_(1)
+    assert list(tmp_path.iterdir()) == []  # it has no name: a crash leaves nothing behind
+    with open("/proc/self/maps") as file:
+        [line] = [line for line in file if str(tmp_path) in line]
+    first, last = (int(address, 16) for address in line.split()[0].split("-"))
+    assert first <= block.data_ptr() < last and last - first == 2**24
+
+
+def test_a_folder_that_is_not_there_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(PolytempoError, match=r"nowhere.*name a folder"):
+        mapped(tmp_path / "nowhere")((2, 2), torch.float32)
+
+
+def test_a_disk_without_room_is_an_error_that_names_the_folder(tmp_path):
+    with pytest.raises(PolytempoError, match=rf"{tmp_path.name}.*make room"):
+        mapped(tmp_path)((2**30, 2**27), torch.float32)
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import types
 import typing
@@ -20,13 +21,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from polytempo.core.errors import PolytempoError
+from polytempo.core.errors import PolytempoError, nearest
 from polytempo.data import available
 from polytempo.experiments.compare import compare as run_comparison
 from polytempo.experiments.compare import slug
 from polytempo.experiments.config import FEDERATION, RunConfig, make_config, read_config
 from polytempo.experiments.result import RunResult, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
+from polytempo.local.processes import cores
 from polytempo.report import plot_labels
 from polytempo.simulation import Simulator
 from polytempo.simulation.simulator import Observer
@@ -164,7 +166,7 @@ def run_command(
     resume_from: Annotated[
         Path | None,
         typer.Option(
-            "--resume", help="Go on with the run of this folder (--rounds may be raised)."
+            "--resume", help="Go on with the run of this folder (perhaps with more --rounds)."
         ),
     ] = None,
     as_json: Json = False,
@@ -179,16 +181,16 @@ def run_command(
     with _progress(as_json) as progress:
         if resume_from is not None:
             resume_from = resume_from.expanduser()
-            rounds = settings.pop("rounds", None)
+            rounds, workers = settings.pop("rounds", None), settings.pop("workers", None)
             if settings or config or out:
                 name = "config" if config else "out" if out else next(iter(settings))
                 raise PolytempoError(
-                    f"--resume takes its settings from {resume_from}; only --rounds can be "
-                    f"changed, not --{name.replace('_', '-')}"
+                    f"--resume takes its settings from {resume_from}; only --rounds and --workers "
+                    f"can be changed, not --{name.replace('_', '-')}"
                 )
             folder = resume_from
             observer = _watch(progress, folder.name)
-            result = resume(folder, rounds=rounds, observer=observer)
+            result = resume(folder, rounds=rounds, workers=workers, observer=observer)
         else:
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
             folder = out.expanduser() if out else _free_folder(chosen)
@@ -337,6 +339,50 @@ def data_command(
             output.print("[dim]add --out labels.png for a picture of the labels per client[/]")
 
 
+@app.command("bench")
+def bench_command(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(help="What to measure: lenet mlp textcnn server scale \\[all]."),
+    ] = None,
+    *,
+    workers: Annotated[int | None, typer.Option(help="Worker processes \\[processors].")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns; figures are their medians.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer updates, smaller sizes: rougher.", metavar="")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure speed against a plain torch loop, in turns with it, and the machine's own limits.
+
+    Example: polytempo bench lenet mlp --repeats 3 --out bench.json
+
+    All of it takes about an hour; --quick about five minutes. Close other programs first.
+    """
+    from polytempo.bench import PARTS, run_bench
+
+    for part in parts or ():
+        if part not in PARTS:
+            raise PolytempoError(f"bench has no part {part!r}{nearest(part, PARTS)}")
+    if out is not None and not out.parent.is_dir():
+        raise PolytempoError(f"{out} cannot be written: there is no folder {out.parent}")
+    with notes.status("measuring") as status:
+        found = run_bench(
+            parts or PARTS,
+            workers=workers or cores(),
+            repeats=repeats,
+            quick=quick,
+            watch=lambda now: status.update(f"measuring: {now}"),
+        )
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf8")
+    if as_json:
+        output.print_json(data=found)
+    else:
+        _show_bench(found)
+
+
 # -- showing --------------------------------------------------------------------------------------
 
 
@@ -387,12 +433,57 @@ def _show(result: RunResult, folder: Path) -> None:
         f"{sent['multicast']} multicast",
         "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
         f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}",
+        "trained": summary["backend"],
         "fingerprint": summary["fingerprint"],
         "folder": str(folder),
     }
     for key, value in rows.items():
         line = f"{key:>20}  [bold]{escape(value)}[/]"
         output.print(line, highlight=False, soft_wrap=True)
+
+
+def _show_bench(found: dict[str, Any]) -> None:
+    limits = found["machine"]
+    output.print(
+        f"{limits['processor']}, {limits['cores']} cores; one thread: matrix products "
+        f"{limits['gemm_gflops']:.0f} GFLOP/s, reading {limits['read_gb_per_s']:.1f} GB/s",
+        highlight=False,
+    )
+    rows = [
+        {
+            "one update of": row["case"],
+            "parameters": f"{row['parameters']:,}",
+            "plain loop": f"{row['plain_ms']:,.1f} ms",
+            f"{row['workers']} workers": f"{row['ours_ms']:,.1f} ms",
+            "ratio": f"{row['ratio']:.2f}",
+            "from - to": f"{min(row['ratios']):.2f} - {max(row['ratios']):.2f}",
+            "of GEMM speed": f"{row['share_of_gemm']:.0%}",
+        }
+        for row in found["training"]
+    ]
+    server = [
+        {
+            "server step of PACE": f"{row['clients']:,} x {row['parameters']:,}",
+            "time": f"{row['fold_ms']:,.2f} ms",
+            "reading once": f"{row['read_ms']:,.2f} ms",
+            "multiple": f"{row['multiple']:.2f}",
+            "rows touched": f"{row['touched']:.0%}",
+        }
+        for row in found["server"]
+    ]
+    scale = [
+        {
+            "clients": f"{row['clients']:,}",
+            "peak memory": f"{row['peak_mb']:,.0f} MB",
+            "waiting for training": f"{row['training_ms']:.1f} ms",
+            "server step": f"{row['server_ms']:.1f} ms",
+            "all clients evaluated": f"{row['evaluation_s'] / 2:.1f} s",
+        }
+        for row in found["scale"]
+    ]
+    for table in (rows, server, scale):
+        if table:
+            _print_table(table)
 
 
 def _stopped(how: str) -> None:

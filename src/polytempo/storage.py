@@ -3,12 +3,16 @@
 A state is a nested dictionary with string keys, whose leaves are tensors, numpy arrays or JSON
 values. One file holds it: the arrays as safetensors, the rest as JSON in the same file's header,
 so that replacing the file replaces all of the state or none of it.
+
+`mapped` is for what need not outlive the process: memory that is backed by a disk.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polytempo.core.bank import Allocator
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import State
 
@@ -51,6 +56,29 @@ def load_state(path: str | os.PathLike[str]) -> State:
             f"{path} is no checkpoint of polytempo ({error}); delete it and start the run anew"
         ) from error
     return state
+
+
+def mapped(folder: str | os.PathLike[str] | None = None) -> Allocator:
+    """An allocator for `Storage`: each block is a temporary file in `folder` (None: the system's
+    folder for such files) that has no name and goes with the process. Room on the disk is taken at
+    once."""
+
+    def allocate(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        size = shape[0] * shape[1] * dtype.itemsize
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                file.truncate(size)
+                memory = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise PolytempoError(
+                f"cannot map {size / 1e6:.0f} MB in {folder or tempfile.gettempdir()} "
+                f"({error.strerror}); make room there, or name a folder on another disk"
+            ) from error
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    return allocate
 
 
 def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:

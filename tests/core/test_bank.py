@@ -1,5 +1,6 @@
 """The bank against plain loops in float64."""
 
+import copy
 import math
 
 import numpy as np
@@ -8,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.core.bank import ModelBank
+from polytempo.core import bank as module
+from polytempo.core.bank import PLAIN_STORAGE, WIDTH, ModelBank, Storage
+from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
-from polytempo.storage import load_state, save_state
+from polytempo.storage import load_state, mapped, save_state
 
 CLIENTS, SIZE = 5, 7
 MEASURES = ["cosine", "inner", "l1", "l2"]
@@ -24,9 +27,35 @@ def draw(*name, size=SIZE) -> list[float]:
 INITIAL = draw("initial")
 
 
-def bank(origin: str, dtype=torch.float64) -> ModelBank:
+def poisoned(shape, dtype):
+    """Memory in which whatever was not written shows: padding, and rows that nobody has."""
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+KINDS = {  # precision of the vectors, storage, tolerance
+    "double": (torch.float64, Storage(allocate=poisoned), 1e-10),
+    "single": (torch.float32, Storage(allocate=poisoned), 2e-5),
+    "mapped": (torch.float32, Storage(allocate=mapped()), 2e-5),
+    "half": (torch.float32, Storage(half=True, allocate=poisoned), 2e-2),
+}
+
+
+def make_tiny(patch: pytest.MonkeyPatch) -> None:
+    """Banks made from now on have tiles of 2 rows and 4 columns, and blocks of 2 rows."""
+    for name, value in {"BLOCK": 1, "TILE": 8, "WIDTH": 4}.items():
+        patch.setattr(module, name, value)
+
+
+def bank(origin: str, dtype=torch.float64, storage=PLAIN_STORAGE) -> ModelBank:
     initial = torch.tensor(INITIAL, dtype=dtype)
-    return ModelBank(CLIENTS, initial, initial if origin == "initial" else None)
+    return ModelBank(CLIENTS, initial, initial if origin == "initial" else None, storage)
+
+
+def stored_bits(made: ModelBank) -> list[bytes]:
+    """What is stored for each client, displacement and all."""
+    state = made.state_dict()
+    rows = torch.cat(state["rows"])
+    return [rows[slot].numpy().tobytes() for slot in state["slots"]]
 
 
 class Loops:
@@ -83,33 +112,92 @@ def agree(made: ModelBank, loops: Loops, probe: list[float], tolerance: float) -
         np.testing.assert_allclose(found, expected, tolerance, tolerance, err_msg=measure)
 
 
-@st.composite
-def operations(draw_: st.DrawFn) -> list[tuple]:
-    # no weights near 0: loops over whole models cannot see a displacement of 1e-100
-    weight = st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-3, 1))
-    weights = st.lists(weight, min_size=CLIENTS, max_size=CLIENTS)
-    setting = st.tuples(st.just("set"), st.integers(0, CLIENTS - 1))
-    mixing = st.tuples(st.just("mix"), weights)
-    return draw_(st.lists(st.one_of(setting, mixing), min_size=1, max_size=12))
+WEIGHTS = st.lists(
+    # few values, so that clients part late; none near 0: loops over whole models cannot see a
+    # displacement of 1e-100
+    st.one_of(st.sampled_from([0.0, 0.0, 0.25, 1.0]), st.floats(1e-3, 1)),
+    min_size=CLIENTS,
+    max_size=CLIENTS,
+)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), st.integers(0, CLIENTS - 1)),
+        st.tuples(st.just("mix"), WEIGHTS),
+        st.tuples(st.sampled_from(MEASURES), st.none() | WEIGHTS),
+        st.tuples(st.just("sum"), st.integers(0, 9)),
+    ),
+    min_size=1,
+    max_size=12,
+)
 
 
+@pytest.mark.parametrize("tiles", ["large", "tiny"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("origin", ORIGINS)
-@settings(max_examples=40, deadline=None)
-@given(steps=operations())
-def test_bank_equals_plain_loops_after_any_operations(origin, steps):
-    made, loops = bank(origin), Loops(origin)
-    for number, (what, how) in enumerate(steps):
-        vector = draw("step", number)
-        if what == "set":
-            made.set(how, torch.tensor(vector, dtype=torch.float64))
-            loops.rows[how] = vector
-        else:
-            made.mix(torch.tensor(vector, dtype=torch.float64), np.array(how))
-            loops.mix(vector, how)
-    agree(made, loops, draw("probe"), 1e-10)
-    weights = rng(0, "weights").dirichlet(np.ones(CLIENTS))
-    found = made.weighted_sum(weights)
-    np.testing.assert_allclose(found, loops.weighted_sum(weights), 1e-11, 1e-11)
+@settings(max_examples=30, deadline=None)
+@given(steps=STEPS)
+def test_bank_equals_plain_loops_after_any_operations(origin, kind, tiles, steps):
+    dtype, storage, tolerance = KINDS[kind]
+    loops = Loops(origin)
+    with pytest.MonkeyPatch.context() as patch:
+        if tiles == "tiny":
+            make_tiny(patch)
+        made = bank(origin, dtype, storage)
+        for number, (what, how) in enumerate(steps):
+            vector = draw("step", number)
+            theta = torch.tensor(vector, dtype=dtype)
+            if what == "set":
+                made.set(how, theta)
+                loops.rows[how] = vector
+            elif what == "mix":
+                made.mix(theta, np.array(how))
+                loops.mix(vector, how)
+            elif what == "sum":
+                weights = rng(how, "weights").dirichlet(np.ones(CLIENTS) / 3)
+                found, expected = made.weighted_sum(weights), loops.weighted_sum(weights)
+                np.testing.assert_allclose(found, expected, tolerance, tolerance)
+            else:
+                found = made.sweep(theta, what, None if how is None else np.array(how))
+                expected = loops.dissimilarity(vector, what)  # before anything is mixed
+                np.testing.assert_allclose(found, expected, tolerance, tolerance, err_msg=what)
+                if how is not None:
+                    loops.mix(vector, how)
+        agree(made, loops, draw("probe"), tolerance)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("touched", [0.0, 0.1, 0.7, 1.0])
+def test_tiles_of_the_real_size_cover_rows_and_columns(touched, half):
+    """A width that is no multiple of anything, in two columns of tiles and several rows of them."""
+    clients, size = 30, WIDTH + 4567
+    stream = rng(3, "real")
+    common = stream.normal(size=size)
+    dense = (common + stream.normal(size=(clients, size))).astype(np.float32)
+    made = ModelBank(clients, torch.zeros(size), storage=Storage(half, poisoned))
+    for client, row in enumerate(dense):
+        made.set(client, torch.from_numpy(row))
+    theta = (common + stream.normal(size=size)).astype(np.float32)
+    weights = np.where(stream.random(clients) < touched, stream.random(clients), 0.0)
+    dense, theta64 = dense.astype(np.float64), theta.astype(np.float64)
+    tolerance = 3e-3 if half else 5e-6
+    for measure in MEASURES:
+        found = made.sweep(torch.from_numpy(theta), measure, weights)
+        gap = dense - theta64
+        expected = {
+            "cosine": -dense @ theta64 / np.linalg.norm(dense, axis=1) / np.linalg.norm(theta64),
+            "inner": -dense @ theta64,
+            "l1": np.abs(gap).sum(1),
+            "l2": np.sqrt((gap**2).sum(1)),
+        }[measure]
+        if measure != "cosine":
+            expected /= np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, atol=tolerance, err_msg=measure)
+        dense += weights[:, None] * (theta64 - dense)
+    found = np.stack([made.row(client).numpy() for client in range(clients)])
+    np.testing.assert_allclose(found, dense, rtol=tolerance, atol=tolerance)
+    mean = rng(4, "mean").dirichlet(np.ones(clients))
+    found = made.weighted_sum(mean)
+    np.testing.assert_allclose(found, mean @ dense, atol=tolerance)
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
@@ -139,22 +227,29 @@ def test_everybody_starts_as_the_initial_model(origin):
         np.testing.assert_allclose(made.row(client), INITIAL, rtol=1e-15)
 
 
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_rows_of_weight_zero_keep_every_bit(origin):
-    made = bank(origin, torch.float32)
-    for client in range(CLIENTS):
-        made.set(client, torch.tensor(draw("row", client)))
-    before = [made.row(client).numpy().tobytes() for client in range(CLIENTS)]
-    stored = made.state_dict()["rows"].clone().numpy()
-    made.mix(torch.tensor(draw("mixed in")), np.array([0.0, 0.3, 0.0, 1e-3, 0.0]))
-    after = [made.row(client).numpy().tobytes() for client in range(CLIENTS)]
-    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True, False, True]
-    kept = made.state_dict()["rows"].numpy()
-    for client in (0, 2, 4):
-        assert kept[client].tobytes() == stored[client].tobytes()
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [[0.0, 0.3, 0.0, 1e-2, 0.0], [0.5, 0.5, 0.0, 0.3, 0.1]])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_weight_zero_keep_every_bit(weights, kind, measure, shared):
+    dtype, storage, _ = KINDS[kind]
+    made = bank("zero", dtype, storage)
+    row = torch.tensor(draw("row"), dtype=dtype)
+    row[:2] = -0.0  # adding 0 times anything would lose the sign
+    if shared:
+        made.mix(row, np.ones(CLIENTS))
+    else:
+        for client in range(CLIENTS):
+            made.set(client, row)
+    before, seen = stored_bits(made), [made.row(client) for client in range(CLIENTS)]
+    made.sweep(torch.tensor(draw("mixed in"), dtype=dtype), measure, np.array(weights))
+    kept = [a == b for a, b in zip(before, stored_bits(made), strict=True)]
+    assert kept == [weight == 0 for weight in weights]
+    for client, weight in enumerate(weights):
+        assert torch.equal(seen[client], made.row(client)) == (weight == 0)
 
 
-def test_rows_of_weight_zero_are_not_even_read():
+def test_what_is_mixed_in_reaches_no_row_of_weight_zero():
     made = bank("zero")
     made.mix(torch.full((SIZE,), torch.inf, dtype=torch.float64), np.array([0, 0.5, 0, 0, 0]))
     assert not torch.isfinite(made.row(1)).any()
@@ -251,21 +346,244 @@ def test_measures_stay_on_their_documented_scale_whatever_the_size_of_the_models
         assert found[0] == 0 and found.max() == 1
 
 
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_bank_continues_from_its_state_to_the_bit(origin, tmp_path):
-    made = bank(origin, torch.float32)
-    made.set(1, torch.tensor(draw("one")))
-    made.mix(torch.tensor(draw("two")), np.array([0.1, 0.2, 0.3, 0.0, 1.0]))
-    save_state(tmp_path / "bank", made.state_dict())
-    resumed = ModelBank(CLIENTS, torch.zeros(SIZE), torch.ones(SIZE))
-    resumed.load_state_dict(load_state(tmp_path / "bank"))
-    probe = torch.tensor(draw("probe"))
-    for each in (made, resumed):
-        each.mix(torch.tensor(draw("three")), np.array([0.5, 0.0, 0.3, 0.9, 0.7]))
-        each.set(3, torch.tensor(draw("four")))
-    for client in range(CLIENTS):
-        assert torch.equal(made.row(client), resumed.row(client))
+# -- rows that clients share ---------------------------------------------------------------------
+
+
+def distinct(made: ModelBank) -> int:
+    return sum(len(rows) for rows in made.state_dict()["rows"])
+
+
+def test_clients_share_a_row_until_they_are_treated_differently():
+    made = bank("zero")
+    one = torch.ones(SIZE, dtype=torch.float64)
+    assert distinct(made) == 1
+    made.mix(one, np.full(CLIENTS, 0.5))
+    made.dissimilarity(one, "cosine")
+    assert distinct(made) == 1
+    made.set(2, one)  # a row of its own
+    made.set(2, 2 * one)  # which is used again
+    assert distinct(made) == 2
+    made.mix(one, np.array([0.1, 0.0, 0.3, 0.1, 0.0]))  # 0 and 3 part from 1 and 4
+    assert distinct(made) == 3
+    made.mix(one, np.array([0.0, 0.0, 0.3, 0.2, 0.2]))
+    assert distinct(made) == 5
+    made.set(0, one)
+    assert distinct(made) == 5
+
+
+def test_many_clients_take_the_memory_of_the_few_that_differ():
+    shapes = []
+
+    def counting(shape, dtype):
+        shapes.append(shape)
+        return torch.empty(shape, dtype=dtype)
+
+    clients, size = 100_000, 62_006
+    made = ModelBank(clients, torch.zeros(size), storage=Storage(allocate=counting))
+    for client in (5, 77_777, 99_999):
+        theta = torch.from_numpy(rng(client, "many").normal(size=size)).float()
+        made.set(client, theta)
+        weights = np.full(clients, 0.5)
+        weights[[5, 77_777, 99_999]] = 0.0
+        made.sweep(theta, "cosine", weights)
+    assert distinct(made) == 4
+    [(rows, stride)] = shapes  # one block, in which rows begin at multiples of 64 bytes
+    assert rows * stride * 4 <= 2**26 and size <= stride < size + 16 and stride % 16 == 0
+
+
+def test_blocks_come_when_they_are_needed_and_stay_where_they_are():
+    blocks = []
+
+    def keeping(shape, dtype):
+        blocks.append(torch.empty(shape, dtype=dtype))
+        return blocks[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        make_tiny(patch)
+        made = bank("zero", storage=Storage(allocate=keeping))
+        sizes = [len(blocks)]
+        for client in range(CLIENTS):
+            made.set(client, torch.full((SIZE,), float(client), dtype=torch.float64))
+            sizes.append(len(blocks))
+    assert sizes == [1, 1, 2, 2, 3, 3]  # two rows each; the last client keeps the common row
+    held = {tuple(row.tolist()) for block in blocks for row in block[:, :SIZE]}
+    assert {(float(client),) * SIZE for client in range(CLIENTS)} <= held
+
+
+# -- norms ---------------------------------------------------------------------------------------
+
+
+def cosines_from_rows(made: ModelBank, probe: torch.Tensor) -> list[float]:
+    rows = [(made.row(c).double() - made.origin.double()).numpy() for c in range(len(made))]
+    other = (probe.double() - made.origin.double()).numpy()
+    return [-row @ other / np.linalg.norm(row) / np.linalg.norm(other) for row in rows]
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_norms_stay_right_after_ten_thousand_mixes(half):
+    stream = rng(5, "mixes")
+    made = ModelBank(CLIENTS, torch.zeros(200), storage=Storage(half))
+    weights = 10.0 ** stream.uniform(-4, 0, size=(10_000, CLIENTS))
+    common = torch.from_numpy(stream.normal(size=200)).float()
+    for step in weights:
+        made.mix(common + torch.from_numpy(stream.normal(size=200)).float(), step)
+    probe = made.weighted_sum(np.full(CLIENTS, 1 / CLIENTS))
+    found = made.dissimilarity(probe, "cosine")
+    np.testing.assert_allclose(found, cosines_from_rows(made, probe), atol=1e-5)
+
+
+def test_norms_in_half_precision_follow_what_is_stored_and_not_what_was_lost():
+    made = ModelBank(2, torch.ones(64), storage=Storage(half=True))
+    theta = torch.full((64,), 2.0)
+    theta[::2] = 1.0
+    for _ in range(2000):
+        made.mix(theta, np.array([1e-4, 0.0]))  # each time less than half a unit in the last place
+    assert torch.equal(made.row(0), torch.ones(64))
+    found = made.dissimilarity(theta, "cosine")
+    np.testing.assert_allclose(found, cosines_from_rows(made, theta), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [WIDTH - 1, 5_000_000])
+def test_norms_of_large_models_keep_their_digits(size):
+    made = ModelBank(1, torch.zeros(1).expand(size))
+    theta = torch.from_numpy(rng(6, "large").normal(size=size)).float()
+    made.set(0, theta)
+    assert made.state_dict()["squares"][0] == pytest.approx(
+        float(theta.double().square().sum()), 2e-6
+    )
+
+
+# -- revisions -----------------------------------------------------------------------------------
+
+
+def test_a_revision_is_new_when_the_row_is_and_only_then():
+    made = bank("zero")
+    one = torch.ones(SIZE, dtype=torch.float64)
+
+    def revisions():
+        return [made.revision(client) for client in range(CLIENTS)]
+
+    def changed(action):
+        before = revisions()
+        action()
+        return [c for c in range(CLIENTS) if revisions()[c] != before[c]]
+
+    assert changed(lambda: made.set(1, one)) == [1]
+    assert changed(lambda: made.set(1, one)) == [1]
+    assert changed(lambda: made.mix(one, np.array([0.5, 0, 0.5, 0, 0.5]))) == [0, 2, 4]
+    assert changed(lambda: made.sweep(one, "l1", np.array([0, 0, 0.5, 0.1, 0]))) == [2, 3]
+    assert changed(lambda: made.mix(one, np.zeros(CLIENTS))) == []
+    assert changed(lambda: made.dissimilarity(one, "cosine")) == []
+    assert changed(lambda: made.weighted_sum(np.full(CLIENTS, 0.2))) == []
+    state = copy.deepcopy(made.state_dict())
+    assert changed(lambda: made.load_state_dict(state)) == list(range(CLIENTS))
+    assert "revisions" not in state
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS)
+def test_one_revision_never_stands_for_two_rows(steps):
+    made, seen, saved = bank("initial"), {}, []
+    for number, (what, how) in enumerate(steps):
+        vector = torch.tensor(draw("step", number), dtype=torch.float64)
+        if what == "set":
+            made.set(how, vector)
+        elif what == "sum":  # here: go back to an earlier state, or save one
+            saved.append(copy.deepcopy(made.state_dict()))
+            made.load_state_dict(saved[how % len(saved)])
+        else:
+            made.mix(vector, np.zeros(CLIENTS) if how is None else np.array(how))
+        for client in range(CLIENTS):
+            bits = made.row(client).numpy().tobytes()
+            assert seen.setdefault((client, made.revision(client)), bits) == bits
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+def lived_in(origin: str, kind: str) -> ModelBank:
+    """A bank in which some clients share a row and some do not."""
+    dtype, storage, _ = KINDS[kind]
+    made = bank(origin, dtype, storage)
+    made.set(1, torch.tensor(draw("one"), dtype=dtype))
+    made.mix(torch.tensor(draw("two"), dtype=dtype), np.array([0.1, 0.2, 0.1, 0.0, 1.0]))
+    return made
+
+
+def go_on(made: ModelBank) -> list[np.ndarray]:
+    """Everything that can be seen of a bank after some more operations."""
+    dtype, found = made.origin.dtype, []
     for measure in MEASURES:
-        np.testing.assert_array_equal(
-            made.dissimilarity(probe, measure), resumed.dissimilarity(probe, measure)
+        theta = torch.tensor(draw("go on", MEASURES.index(measure)), dtype=dtype)
+        found.append(made.sweep(theta, measure, np.array([0.5, 0.0, 0.5, 0.9, 0.7])))
+        made.set(3, theta)
+    found.append(made.weighted_sum(np.array([0.1, 0.2, 0.3, 0.4, 0.0])).numpy())
+    return found + [made.row(client).numpy() for client in range(CLIENTS)]
+
+
+@pytest.mark.parametrize("tiles", ["large", "tiny"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_bank_continues_from_its_state_to_the_bit(origin, kind, tiles, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        if tiles == "tiny":
+            make_tiny(patch)
+        made = lived_in(origin, kind)
+        save_state(tmp_path / "bank", made.state_dict())
+        dtype, storage, _ = KINDS[kind]
+        resumed = ModelBank(
+            CLIENTS, torch.zeros(SIZE, dtype=dtype), torch.ones(SIZE, dtype=dtype), storage
         )
+        resumed.set(4, torch.ones(SIZE, dtype=dtype))  # of which nothing is left
+    resumed.load_state_dict(load_state(tmp_path / "bank"))
+    assert distinct(resumed) == distinct(made) == 4
+    for ours, theirs in zip(go_on(resumed), go_on(made), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("into", ["single", "mapped", "half"])
+@pytest.mark.parametrize("out_of", ["single", "mapped", "half"])
+def test_a_state_can_be_continued_in_another_storage(out_of, into, tmp_path):
+    made = lived_in("initial", out_of)
+    save_state(tmp_path / "bank", made.state_dict())
+    resumed = bank("zero", torch.float32, KINDS[into][1])
+    resumed.load_state_dict(load_state(tmp_path / "bank"))
+    tolerance = 5e-3 if "half" in (out_of, into) else 0
+    for ours, theirs in zip(go_on(resumed), go_on(made), strict=True):
+        np.testing.assert_allclose(ours, theirs, tolerance, tolerance)
+
+
+def test_the_state_holds_each_distinct_row_once():
+    state = ModelBank(1000, torch.zeros(SIZE)).state_dict()
+    assert sum(len(rows) for rows in state["rows"]) == len(state["squares"]) == 1
+
+
+@pytest.mark.parametrize(("clients", "size"), [(CLIENTS + 1, SIZE), (CLIENTS, SIZE - 1)])
+def test_a_state_of_another_size_is_refused(clients, size):
+    state = ModelBank(clients, torch.zeros(size)).state_dict()
+    with pytest.raises(PolytempoError, match=f"{clients} clients with {size} parameters"):
+        bank("zero", torch.float32).load_state_dict(state)
+
+
+def test_a_state_that_lacks_rows_is_refused():
+    state = lived_in("zero", "single").state_dict()
+    state["rows"] = [state["rows"][0][:-1]]
+    with pytest.raises(ValueError):
+        bank("zero", torch.float32).load_state_dict(state)
+
+
+def test_what_half_precision_cannot_hold_is_refused_and_the_old_row_stays():
+    made = ModelBank(2, torch.zeros(3), storage=Storage(half=True))
+    made.set(0, torch.ones(3))
+    with pytest.raises(PolytempoError, match="65504"):
+        made.set(0, torch.tensor([1.0, 7e4, 1.0]))
+    assert made.row(0).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_half_precision_is_what_it_says():
+    row = torch.tensor(draw("half", size=1000)) * torch.logspace(-4, 4, 1000)
+    made = ModelBank(1, torch.zeros(1000), storage=Storage(half=True))
+    made.set(0, row)
+    assert made.row(0).dtype == torch.float32
+    np.testing.assert_allclose(made.row(0), row, rtol=4.9e-4, atol=3e-8)
+    assert not torch.equal(made.row(0), row)

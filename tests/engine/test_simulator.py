@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Update
-from polytempo.local import Job, Serial, Trainer
+from polytempo.local import Backend, Job, Trainer
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
@@ -25,16 +25,16 @@ def module() -> nn.Module:
         return nn.Linear(12, 4)
 
 
-class Recorder(Serial):
-    """Trains as `Serial` does and remembers what was asked of it."""
+class Recorder(Backend):
+    """Trains in this process and remembers what was asked of it."""
 
     def __init__(self, fed: Federation, seed: int = 0) -> None:
         super().__init__(Trainer(module(), fed, seed))
         self.jobs: list[Job] = []
 
-    def train(self, jobs):
-        self.jobs += jobs
-        return super().train(jobs)
+    def train(self, job):
+        self.jobs.append(job)
+        return super().train(job)
 
 
 def make(fed: Federation, strategy: Strategy, **options) -> tuple[Simulator, list[dict]]:
@@ -175,7 +175,8 @@ def test_a_result_is_what_its_job_says_whenever_it_is_trained(small):
     fold = simulator.strategy.fold
     simulator.strategy.fold = lambda u, s: (uploads.append(u.vector.clone()), fold(u, s))[1]
     simulator.run(60)
-    again = Serial(Trainer(module(), small, 0)).train(list(reversed(recorder.jobs)))[::-1]
+    trainer = Trainer(module(), small, 0)
+    again = [trainer.train(job) for job in reversed(recorder.jobs)][::-1]
     assert any(job.first_step for job in recorder.jobs)
     for vector, repeat in zip(uploads, again, strict=True):
         assert torch.equal(vector, repeat)
@@ -497,11 +498,11 @@ def test_adapted_accuracy_is_that_of_a_locally_trained_copy(small):
     simulator, _ = make(small, FedAsync(), adapt_epochs=3, eval_every=10)
     simulator.run(20)
     before = [simulator.strategy.model_for(client).clone() for client in range(8)]
-    backend, each = Serial(Trainer(module(), small, 0)), []
+    trainer, each = Trainer(module(), small, 0), []
     for client, model in enumerate(before):
         task = replace(TASK, epochs=3)
         job = Job(client, model, task, ("adapt", client, "round", 20))
-        [adapted] = backend.train([job])
+        adapted = trainer.train(job)
         weight, bias = adapted[:48].view(4, 12), adapted[48:]
         x, y = small.x[small.test[client]], small.y[small.test[client]]
         each.append(float(((x @ weight.T + bias).argmax(1) == y).float().mean()))

@@ -8,7 +8,7 @@ from torch import nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
 from polytempo.core.rng import rng
-from polytempo.local import Job, Serial, Trainer
+from polytempo.local import Job, Trainer
 
 STREAM = ("client", 0, "dispatch", 3)
 SEED = 5
@@ -110,14 +110,14 @@ def test_a_lone_last_sample_joins_the_batch_before(small):
 
 
 def test_result_depends_on_the_job_alone(small, trainer):
-    backend, start = Serial(trainer), trainer.space.read()
+    start = trainer.space.read()
     jobs = [Job(c, start, Task(epochs=1), ("client", c, "dispatch", 9)) for c in range(4)]
-    together = backend.train(jobs)
-    apart = [backend.train([job])[0] for job in reversed(jobs)][::-1]
+    together = trainer.train_group(jobs)
+    apart = [trainer.train(job) for job in reversed(jobs)][::-1]
     for a, b in zip(together, apart, strict=True):
         assert torch.equal(a, b)
     other = replace(jobs[0], stream=("client", 0, "dispatch", 10))
-    assert not torch.equal(backend.train([other])[0], together[0])
+    assert not torch.equal(trainer.train(other), together[0])
 
 
 class FunctionalDropout(nn.Module):

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from polytempo import Context, Server, Task, Update
+from polytempo.core.bank import PLAIN_STORAGE, Storage
 from polytempo.core.messages import Dispatch
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import TwoSpeed
-from polytempo.storage import load_state, save_state
+from polytempo.storage import load_state, mapped, save_state
 from polytempo.strategies import STRATEGIES
 
 SAMPLES = [12, 30, 7, 21, 16, 9]
@@ -25,8 +26,8 @@ def name(request):
     return request.param
 
 
-def server_for(strategy) -> tuple[Server, dict[int, Dispatch]]:
-    context = Context(INITIAL.clone(), SAMPLES, Task(), seed=3)
+def server_for(strategy, storage=PLAIN_STORAGE) -> tuple[Server, dict[int, Dispatch]]:
+    context = Context(INITIAL.clone(), SAMPLES, Task(), seed=3, storage=storage)
     slots = len(SAMPLES) if strategy.all_slots else 3
     server = Server(strategy, context, slots=slots)
     return server, {action.client: action for action in server.join(range(len(SAMPLES)))}
@@ -87,6 +88,42 @@ def test_models_change_stay_finite_and_are_never_modified_in_place(name):
     assert server.round == 40
     assert 0 < server.version <= 40
     assert torch.equal(INITIAL, torch.linspace(-1, 1, 10))
+
+
+def test_a_revision_stands_for_one_model(name):
+    server, training = server_for(STRATEGIES.create(name))
+    strategy, seen = server.strategy, {}
+    for step in range(30):
+        for client, model in enumerate(models(server)):
+            revision = strategy.revision(client)
+            if revision is None:  # not known: nothing is claimed
+                assert strategy.single_model
+            else:
+                assert torch.equal(seen.setdefault((client, revision), model), model)
+        answer(server, training, step)
+
+
+@pytest.mark.parametrize(
+    ("storage", "tolerance"),
+    [(Storage(allocate=mapped()), 0.0), (Storage(half=True), 2e-2)],
+    ids=["mapped", "half"],
+)
+def test_models_are_kept_as_the_context_says(name, storage, tolerance):
+    asked = []
+
+    def spying(shape, dtype):
+        asked.append(dtype)
+        return storage.allocate(shape, dtype)
+
+    plain, training = server_for(STRATEGIES.create(name))
+    other, others = server_for(STRATEGIES.create(name), Storage(storage.half, spying))
+    for step in range(12):
+        answer(plain, training, step)
+        answer(other, others, step)
+    kept = torch.float16 if storage.half else torch.float32
+    assert asked == ([] if plain.strategy.single_model else [kept])
+    for ours, theirs in zip(models(other), models(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
 def test_single_model_is_one_object_for_all(name):

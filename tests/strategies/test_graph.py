@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from polytempo.core.bank import ModelBank
-from polytempo.strategies.graph import collaboration_row, project_to_simplex
+from polytempo.core.errors import PolytempoError
+from polytempo.storage import load_state, save_state
+from polytempo.strategies.graph import CollaborationGraph, collaboration_row, project_to_simplex
 
 # Multiples of 1/8: ties are frequent.
 POINTS = hnp.arrays(
@@ -59,10 +61,11 @@ def test_row_favours_the_alike_and_falls_back_to_sizes_without_gamma():
     for client, vector in enumerate([[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [-1.0, 0.0, 0.2]]):
         bank.set(client, torch.tensor(vector))
     prior = np.array([0.2, 0.3, 0.5])
-    row = collaboration_row(bank, bank.row(0), prior, gamma=0.5)
+    unlike = bank.dissimilarity(bank.row(0), "cosine")
+    row = collaboration_row(unlike, prior, gamma=0.5)
     assert row[1] > row[2]
     assert row[0] + row[1] > prior[0] + prior[1]
-    np.testing.assert_allclose(collaboration_row(bank, bank.row(0), prior, gamma=0.0), prior)
+    np.testing.assert_allclose(collaboration_row(unlike, prior, gamma=0.0), prior)
 
 
 def test_clip_counts_high_cosines_as_one():
@@ -70,7 +73,60 @@ def test_clip_counts_high_cosines_as_one():
     for client, angle in enumerate([0.0, 0.3, 1.2]):  # cosines 1, 0.955, 0.362
         bank.set(client, torch.tensor([np.cos(angle), np.sin(angle)], dtype=torch.float32))
     prior = np.full(3, 1 / 3)
-    clipped = collaboration_row(bank, bank.row(0), prior, 0.4, clip=0.9)
+    unlike = bank.dissimilarity(bank.row(0), "cosine")
+    clipped = collaboration_row(unlike, prior, 0.4, clip=0.9)
     expected = solve_qp(prior, 0.4, np.array([-1.0, -1.0, -np.cos(1.2)]))
     np.testing.assert_allclose(clipped, expected, atol=1e-6)
-    assert not np.allclose(clipped, collaboration_row(bank, bank.row(0), prior, 0.4), atol=1e-3)
+    assert not np.allclose(clipped, collaboration_row(unlike, prior, 0.4), atol=1e-3)
+
+
+# -- the graph as a whole ------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 19), max_size=30), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_the_graph_equals_a_dense_matrix(clients, reload):
+    prior = np.arange(1, 21) / 210
+    graph, dense = CollaborationGraph(prior), np.tile(prior, (20, 1))
+    for k, client in enumerate(clients):
+        dense[client] = np.random.default_rng(k).dirichlet(np.full(20, 0.1))
+        graph.set_row(client, dense[client])
+        if reload:
+            state, graph = graph.state_dict(), CollaborationGraph(prior)
+            assert len(state["rows"]) == len(set(clients[: k + 1]))
+            graph.load_state_dict(state)
+    close = {"rtol": 1e-7, "atol": 1e-40}
+    np.testing.assert_allclose(graph.matrix(), dense, **close)
+    np.testing.assert_allclose(graph.matrix().sum(1), np.ones(20), atol=1e-6)
+    for client in range(20):
+        row, column = graph.row(client), graph.column(client)
+        assert row.dtype == column.dtype == np.float64
+        np.testing.assert_array_equal(row, graph.matrix()[client])
+        np.testing.assert_array_equal(column, graph.matrix()[:, client])
+    row[:], column[:] = 7, 7  # copies: the graph stays as it is
+    graph.matrix()[:] = 7
+    np.testing.assert_allclose(graph.matrix(), dense, **close)
+    assert prior[19] == 20 / 210
+
+
+def test_zeros_stay_zero_and_unknown_rows_are_the_prior_to_the_bit():
+    prior = np.array([0.2, 0.3, 0.5])
+    graph = CollaborationGraph(prior)
+    graph.set_row(1, np.array([0.0, 1.0, 0.0]))
+    assert graph.row(1).tolist() == [0.0, 1.0, 0.0]
+    assert graph.row(0).tolist() == prior.tolist()
+    assert graph.column(2).tolist() == [0.5, 0.0, 0.5]
+
+
+def test_the_graph_survives_the_disk_and_refuses_another_size(tmp_path):
+    graph = CollaborationGraph(np.full(4, 0.25))
+    for client in (3, 1):
+        graph.set_row(client, np.random.default_rng(client).dirichlet(np.ones(4)))
+    save_state(tmp_path / "graph", graph.state_dict())
+    again = CollaborationGraph(np.full(4, 0.25))
+    again.load_state_dict(load_state(tmp_path / "graph"))
+    again.set_row(0, np.array([1.0, 0.0, 0.0, 0.0]))
+    graph.set_row(0, np.array([1.0, 0.0, 0.0, 0.0]))
+    np.testing.assert_array_equal(again.matrix(), graph.matrix())
+    with pytest.raises(PolytempoError, match="4 clients, expected 5"):
+        CollaborationGraph(np.full(5, 0.2)).load_state_dict(graph.state_dict())

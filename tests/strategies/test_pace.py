@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo import Context, InFlight, Server, Staleness, Task, Update
+from polytempo.core.bank import Storage
 from polytempo.strategies import PACE, PFedGraphAsync
 
 D = 5
@@ -43,7 +44,7 @@ def test_without_decay_the_buffer_is_a_weighted_mean_whatever_the_order(senders,
     for client in range(4):  # rows other than p, with weight on several clients
         fold(pace, client, vector(client))
     fold(pace, 0, own := vector(50))  # 0's upload empties its sequence
-    row = pace.weights[0].copy()
+    row = pace.graph.row(0)
     folded = [(client, vector(60, k)) for k, client in enumerate(senders)]
     random.shuffle(folded)
     for client, theta in folded:
@@ -161,9 +162,42 @@ def test_a_run_equals_the_straight_line_derivation(seed):
     )
     assert multicast_to == expected
     assert sum(map(len, expected)) > 0
-    np.testing.assert_allclose(pace.weights, collaboration, atol=1e-5)
+    np.testing.assert_allclose(pace.collaboration(), collaboration, atol=1e-5)
     found = np.array([pace.model_for(client).tolist() for client in range(6)])
     np.testing.assert_allclose(found, phi, atol=1e-5)
+
+
+def test_denominators_are_made_of_the_weights_as_they_are_stored():
+    pace = ready(samples=(10, 20, 30, 40, 50), gamma=0.7)
+    stream, expected = np.random.default_rng(1), pace.prior.copy()
+    for k, client in enumerate(stream.integers(5, size=40)):
+        before = pace.collaboration()
+        fold(pace, int(client), vector(k), tau=k % 3)
+        expected += before[:, client]
+        expected[client] = pace.collaboration()[client, client]
+        np.testing.assert_allclose(pace.denominators, expected, rtol=1e-12)
+
+
+def test_a_hundred_thousand_clients_take_the_memory_of_those_that_have_uploaded():
+    allocated = []
+
+    def counting(shape, dtype):
+        allocated.append(shape[0] * shape[1] * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype)
+
+    pace, size = PACE(), 62_006
+    samples = [100, 300] * 50_000
+    pace.setup(Context(torch.zeros(size), samples, Task(), 0, Storage(allocate=counting)))
+    for k, client in enumerate([5, 99_998, 5, 70_001]):
+        theta = torch.from_numpy(np.random.default_rng(k).normal(size=size)).float()
+        fold(pace, client, theta)
+    assert len(allocated) == 1 and allocated[0] <= 2**26  # of 25 GB
+    state = pace.state_dict()
+    # three have uploaded; the others differ by their sample size, which is in D
+    assert sum(len(rows) for rows in state["bank"]["rows"]) == 3 + 2
+    assert state["graph"]["rows"].shape == (3, 100_000)
+    assert not torch.equal(pace.model_for(0), pace.model_for(1))
+    assert torch.equal(pace.model_for(0), pace.model_for(2))
 
 
 # -- Eq. 16 -------------------------------------------------------------------------------------
@@ -249,6 +283,7 @@ def test_every_measure_prefers_the_true_group(similarity):
         client = k % 6
         noise = 0.1 * vector(7, k)
         fold(pace, client, vector(99) + direction[client // 3] + noise)
-    inside = [pace.weights[i, j] for i in range(6) for j in range(6) if i // 3 == j // 3]
-    across = [pace.weights[i, j] for i in range(6) for j in range(6) if i // 3 != j // 3]
+    graph = pace.collaboration()
+    inside = [graph[i, j] for i in range(6) for j in range(6) if i // 3 == j // 3]
+    across = [graph[i, j] for i in range(6) for j in range(6) if i // 3 != j // 3]
     assert np.mean(inside) > 5 * np.mean(across)

@@ -4,53 +4,119 @@ Rows are stored as their displacement from `origin` (zero, or the initial model)
 what similarities are taken on: the origin decides whether "cosine" compares models as they are or
 what training has changed in them. Mixing weights sum to 1, so they act on displacements as they do
 on models.
+
+Clients that have been treated alike so far share one row: memory is the number of *distinct* rows
+times d. `_slots` says which row is whose; clients part when they are treated differently, and do
+not meet again. Rows lie in blocks, which are allocated when they are first needed and never copied,
+and are worked on tile by tile (some rows, some columns), in the cache.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from polytempo.core.errors import PolytempoError
 from polytempo.core.task import Measure
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+Allocator = Callable[[tuple[int, int], torch.dtype], Tensor]
+
+BLOCK = 2**26  # bytes in a block, about
+TILE = 2**19  # numbers in a tile, at most
+WIDTH = 2**16  # columns in a tile, at most: longer sums lose digits, and single rows are slow
+ALIGN = 16  # rows begin at multiples of it: the last bits of a sum depend on the alignment
+
+
+def in_memory(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The usual allocator."""
+    return torch.empty(shape, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a bank keeps its rows.
+
+    `half`: in half precision, which halves the memory. A row is rounded to 11 bits each time that
+    it changes: an error of 5e-4 of each number (3e-8 for those below 6e-5), so that what is mixed
+    in with a weight below 5e-4 may be lost. The arithmetic keeps the precision of the vectors.
+    `allocate`: where blocks come from, not necessarily initialised; `polytempo.storage.mapped` has
+    them on disk.
+    """
+
+    half: bool = False
+    allocate: Allocator = in_memory
+
+
+PLAIN_STORAGE = Storage()
 
 
 class ModelBank:
     """One vector per client; all start as `initial`."""
 
-    def __init__(self, clients: int, initial: Tensor, origin: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        clients: int,
+        initial: Tensor,
+        origin: Tensor | None = None,
+        storage: Storage = PLAIN_STORAGE,
+    ) -> None:
         self.origin = torch.zeros_like(initial) if origin is None else origin.clone()
-        self._rows = (initial - self.origin).repeat(clients, 1)
-        self._squares = torch.mv(self._rows, self._rows[0]) if clients else torch.empty(0)
+        self.storage = storage
+        self._slots = np.zeros(clients, dtype=np.int64)  # of each client: the number of its row
+        self._squares = np.zeros(1)  # of each row: its squared norm
+        self._revisions = np.zeros(1, dtype=np.int64)  # of each row: which change was its last
+        self._changes = 0
+
+        size, width = len(initial), min(len(initial), WIDTH)
+        self._columns = [slice(k, min(k + width, size)) for k in range(0, size, width)]
+        self._tile_rows = TILE // width
+        self._scratch = torch.empty(2, self._tile_rows, width, dtype=initial.dtype)
+        self._dtype = torch.float16 if storage.half else initial.dtype
+        self._stride = -(-size // ALIGN) * ALIGN
+        rows = max(BLOCK // (self._stride * self._dtype.itemsize), TILE // WIDTH)
+        self._block_rows = min(clients, rows)
+        self._blocks: list[Tensor] = []
+        self._write(0, initial)
 
     def __len__(self) -> int:
-        return self._rows.shape[0]
+        return len(self._slots)
 
     def row(self, client: int) -> Tensor:
         """A copy of the client's vector."""
-        return self._rows[client] + self.origin
+        return self.origin + self._row(self._slots[client])
+
+    def revision(self, client: int) -> int:
+        """A number that is a new one whenever `row(client)` may have changed."""
+        return int(self._revisions[self._slots[client]])
 
     def set(self, client: int, vector: Tensor) -> None:
         """Replace the client's vector."""
-        torch.sub(vector, self.origin, out=self._rows[client])
-        self._squares[client] = self._rows[client].dot(self._rows[client])
+        if np.count_nonzero(self._slots == self._slots[client]) > 1:
+            self._slots[client] = self._copies(self._slots[[client]])[0]
+        self._write(self._slots[client], vector)
 
     def mix(self, vector: Tensor, weights: FloatArray) -> None:
         """`row[j] <- weights[j] * vector + (1 - weights[j]) * row[j]` for every weight not 0."""
-        moved = vector - self.origin
-        for j in np.flatnonzero(weights):
-            row = self._rows[j]
-            row.lerp_(moved, float(weights[j]))
-            self._squares[j] = row.dot(row)
+        self.sweep(vector, "inner", weights)
 
     def weighted_sum(self, weights: FloatArray) -> Tensor:
         """`sum_j weights[j] * row[j]`, for weights that sum to 1."""
-        picked = torch.from_numpy(weights).to(self._rows.dtype)
-        return self._rows.T.mv(picked) + self.origin
+        shares = np.bincount(self._slots, weights, minlength=len(self._squares))
+        factors = torch.from_numpy(shares).to(self.origin.dtype)
+        total = self.origin.clone()
+        for slots, rows in self._runs(self._tile_rows, shares != 0):
+            for columns in self._columns:
+                total[columns].addmv_(self._lifted(rows[:, columns]).T, factors[slots])
+        return total
 
     def dissimilarity(self, vector: Tensor, measure: Measure) -> FloatArray:
         """How unlike `vector` every row is, on a scale on which one gamma fits all measures.
@@ -59,25 +125,164 @@ class ModelBank:
         inner: `-<.,.>`, divided by the row's largest absolute value: in [-1, 1].
         l1, l2: distances, divided by the largest of them: in [0, 1].
         """
+        return self.sweep(vector, measure)
+
+    def sweep(
+        self, vector: Tensor, measure: Measure, weights: FloatArray | None = None
+    ) -> FloatArray:
+        """`dissimilarity`, then `mix`, in one pass over memory. Rows of weight 0 are only read."""
         moved = vector - self.origin
-        if measure in ("cosine", "inner"):
-            products = self._rows.mv(moved).double().numpy()
-            if measure == "inner":
-                largest = float(np.abs(products).max(initial=0.0))
-                return np.asarray(-products / max(largest, 1e-30), dtype=np.float64)
-            norms = self._squares.double().clamp_min(0).sqrt().numpy() * float(moved.norm())
-            cosines: FloatArray = np.zeros_like(products)
-            np.divide(products, norms, out=cosines, where=norms > 0)
-            return -np.clip(cosines, -1.0, 1.0)
-        power = 1.0 if measure == "l1" else 2.0
-        rows = [float(torch.linalg.vector_norm(row - moved, power)) for row in self._rows]
-        distances = np.array(rows, dtype=np.float64)
-        return distances / max(float(distances.max(initial=0.0)), 1e-30)
+        shares = np.zeros_like(self._squares) if weights is None else self._split(weights)
+        products, distances, squares = self._pass(moved, shares, measure)
+        square = self._square(moved)
+        if measure == "cosine":
+            norms = np.sqrt(self._squares * square)
+            cosines = np.divide(products, norms, out=np.zeros_like(norms), where=norms > 0)
+            unlike = -np.clip(cosines, -1.0, 1.0)
+        else:
+            unlike = -products if measure == "inner" else distances
+            unlike /= max(float(np.abs(unlike).max()), 1e-30)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"rows": self._rows, "squares": self._squares, "origin": self.origin}
+        changed = np.flatnonzero(shares)
+        if len(changed):
+            a, s, p = shares[changed], self._squares[changed], products[changed]
+            mixed = (1 - a) ** 2 * s + 2 * a * (1 - a) * p + a**2 * square
+            self._squares[changed] = squares[changed] if self.storage.half else mixed.clip(0.0)
+            self._changes += 1
+            self._revisions[changed] = self._changes
+        return np.asarray(unlike[self._slots], dtype=np.float64)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._rows.copy_(state["rows"])
-        self._squares.copy_(state["squares"])
-        self.origin.copy_(state["origin"])
+    def _pass(
+        self, moved: Tensor, shares: FloatArray, measure: Measure
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Of each row: its product and (if measured) its distance with `moved`, towards which it
+        then moves by its share; and its squared norm after that, for rows in half precision, where
+        rounding keeps the norm from following from the product."""
+        products, distances, squares = torch.zeros(3, len(shares), dtype=moved.dtype)
+        mixing = torch.from_numpy(shares).to(moved.dtype)[:, None]
+        touched, far = shares != 0, measure in ("l1", "l2")
+        # Memory is read fastest in large parts, but what is used twice should stay in the cache.
+        twice = far or self.storage.half or touched.mean() > 0.5
+        runs = self._runs(self._tile_rows if twice else self._block_rows)
+        # (The plan is made in advance because Python is slow when a tile has the cache.)
+        plan = [(slots, rows, mixing[slots], _spans(touched[slots])) for slots, rows in runs]
+        for slots, rows, weights, spans in plan:
+            for columns in self._columns:
+                stored, part = rows[:, columns], moved[columns]
+                tile = self._lifted(stored)
+                products[slots].addmv_(tile, part)
+                if far:
+                    gap = torch.sub(tile, part, out=self._scratch[1, : len(tile), : len(part)])
+                    distances[slots] += (gap.abs_() if measure == "l1" else gap.square_()).sum(1)
+                for span in spans:
+                    mixed = tile[span].lerp_(part, weights[span])
+                    if self.storage.half:
+                        stored[span] = mixed
+                        squares[slots][span] += mixed.copy_(stored[span]).square_().sum(1)
+        if measure == "l2":
+            distances.sqrt_()
+        return products.double().numpy(), distances.double().numpy(), squares.double().numpy()
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def _split(self, weights: FloatArray) -> FloatArray:
+        """The weight of each row, once clients that share one but differ in weight have parted."""
+        shares = np.zeros_like(self._squares)
+        shares[self._slots] = weights  # one client of each row speaks for it
+        apart = np.flatnonzero(shares[self._slots] != weights)
+        if not len(apart):
+            return shares
+        # complex numbers are sorted by their real, then their imaginary part: as pairs
+        pairs, which = np.unique(self._slots[apart] + 1j * weights[apart], return_inverse=True)
+        self._slots[apart] = self._copies(pairs.real.astype(np.int64))[which]
+        return np.append(shares, pairs.imag)
+
+    def _copies(self, slots: IntArray) -> IntArray:
+        """New rows, equal to these."""
+        new = np.arange(len(slots)) + len(self._squares)
+        self._squares = np.append(self._squares, self._squares[slots])
+        self._revisions = np.append(self._revisions, self._revisions[slots])
+        for source, target in zip(slots, new, strict=True):
+            self._row(target).copy_(self._row(source))
+        return new
+
+    def _row(self, slot: int | np.integer) -> Tensor:
+        """The row itself."""
+        block, place = divmod(int(slot), self._block_rows)
+        while block >= len(self._blocks):
+            shape = (self._block_rows, self._stride)
+            self._blocks.append(self.storage.allocate(shape, self._dtype))
+        return self._blocks[block][place, : len(self.origin)]
+
+    def _runs(
+        self, longest: int, wanted: BoolArray | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The wanted rows (or all) and their numbers, neighbours in a block together."""
+        wanted = np.full(len(self._squares), True) if wanted is None else wanted
+        for number, block in enumerate(self._blocks):
+            start = number * self._block_rows
+            for run in _spans(wanted[start : start + self._block_rows]):
+                for first in range(run.start, run.stop, longest):
+                    last = min(first + longest, run.stop)
+                    rows = block[first:last, : len(self.origin)]
+                    yield slice(start + first, start + last), rows
+
+    def _lifted(self, stored: Tensor) -> Tensor:
+        """A tile in the precision of the vectors: itself, or a copy until the next is lifted."""
+        if not self.storage.half:
+            return stored
+        rows, columns = stored.shape
+        return self._scratch[0, :rows, :columns].copy_(stored)
+
+    def _square(self, vector: Tensor) -> float:
+        parts = [vector[columns].to(self.origin.dtype) for columns in self._columns]
+        return sum(float(part.dot(part)) for part in parts)
+
+    def _write(self, slot: int | np.integer, vector: Tensor) -> None:
+        moved = (vector - self.origin).to(self._dtype)
+        square = self._square(moved)
+        if self.storage.half and not math.isfinite(square):
+            raise PolytempoError(
+                "a model has parameters beyond 65504, which half precision cannot hold; "
+                "keep the models in full precision"
+            )
+        self._row(slot).copy_(moved)
+        self._squares[slot] = square
+        self._changes += 1
+        self._revisions[slot] = self._changes
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Who has which row, and the distinct rows; as they are, not copied."""
+        return {
+            "slots": self._slots,
+            "rows": [rows for _, rows in self._runs(self._block_rows)],
+            "squares": self._squares,
+            "origin": self.origin,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`, whatever the storage that it comes from."""
+        slots, origin = state["slots"], state["origin"]
+        if len(slots) != len(self) or len(origin) != len(self.origin):
+            raise PolytempoError(
+                f"the checkpoint has {len(slots)} clients with {len(origin)} parameters, expected "
+                f"{len(self)} with {len(self.origin)}; start the run anew"
+            )
+        self._slots[:] = slots
+        self._squares = np.array(state["squares"])
+        self.origin.copy_(origin)
+        rows = (row for run in state["rows"] for row in run)
+        for slot, row in zip(range(len(self._squares)), rows, strict=True):
+            self._row(slot).copy_(row)
+        self._changes += 1
+        self._revisions = np.full(len(self._squares), self._changes)
+
+
+def _spans(mask: BoolArray) -> list[slice]:
+    """Where the mask is true, as ranges."""
+    padded = np.zeros(len(mask) + 2, dtype=np.bool_)
+    padded[1:-1] = mask
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+    return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -48,13 +48,16 @@ class ParameterSpace:
         self.vector = torch.empty(self.size, dtype=dtype)
         self.grad = torch.zeros(self.parameters, dtype=dtype)
         self._reset = [(buffer, buffer.clone()) for buffer in kept]
+        self.trained: list[tuple[nn.Parameter, slice]] = []  # and their places in the vector
         offset = 0
         for tensor in [*parameters, *untrained]:
-            view = self.vector[offset : offset + tensor.numel()].view(tensor.shape)
+            place = slice(offset, offset + tensor.numel())
+            view = self.vector[place].view(tensor.shape)
             view.copy_(tensor.detach())
             tensor.data = view
-            if tensor.requires_grad:
-                tensor.grad = self.grad[offset : offset + tensor.numel()].view(tensor.shape)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                tensor.grad = self.grad[place].view(tensor.shape)
+                self.trained.append((tensor, place))
             offset += tensor.numel()
 
     def load(self, vector: Tensor) -> None:

@@ -138,11 +138,15 @@ class Server:
         if self.refill == "cohort" and self.open:
             return []
         free = self.slots - len(self.open)
-        idle = sorted(self.members - self.open.keys())
-        if free <= 0 or not idle:
+        if free <= 0:
             return []
         stream = rng(self.context.seed, "server", "refill", len(self.owners))
-        chosen = stream.choice(idle, size=min(free, len(idle)), replace=False)
+        if free == 1:  # the usual case: a few draws find an idle client, however many there are
+            for client in stream.integers(self.context.clients, size=32).tolist():
+                if client in self.members and client not in self.open:
+                    return [self._send(client, self.strategy.model_for)]
+        idle = sorted(self.members - self.open.keys())
+        chosen = stream.choice(idle, size=min(free, len(idle)), replace=False) if idle else ()
         return [self._send(int(client), self.strategy.model_for) for client in chosen]
 
     def _send(

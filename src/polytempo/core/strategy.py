@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from polytempo.core.bank import FloatArray
+from polytempo.core.bank import PLAIN_STORAGE, FloatArray, Storage
 from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.registry import Options, Registry
 from polytempo.core.task import Task
@@ -51,6 +51,7 @@ class Context:
     samples: Sequence[int]  # training samples of each client
     task: Task  # the local solver's settings, with a plain objective
     seed: int
+    storage: Storage = PLAIN_STORAGE  # how a model per client is kept
 
     @property
     def clients(self) -> int:
@@ -85,6 +86,11 @@ class Strategy(Options):
     def model_for(self, client: int) -> Tensor:
         """The model that the client would be handed now. Never modified in place afterwards."""
         raise NotImplementedError
+
+    def revision(self, client: int) -> int | None:
+        """A number that changes whenever `model_for(client)` does; None: not known, so it is
+        looked at anew."""
+        return None
 
     def reply_to(self, client: int) -> Tensor:
         """The model with which a client is answered at once, right after its update was folded."""

@@ -8,8 +8,7 @@ graph over the parameters is needed.
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -21,9 +20,19 @@ Measure = Literal["cosine", "inner", "l1", "l2"]
 
 
 class Plain(Options):
-    """The local loss alone."""
+    """The local loss alone.
+
+    As all objectives, it takes single vectors, or matrices with a model in every row.
+    """
 
     kind: Literal["plain"] = "plain"
+    isotropic: ClassVar[bool] = True  # knows lengths and angles of vectors only, no coordinates
+    linear: ClassVar[bool] = True  # `coefficients` gives the gradient
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient is `u theta + v anchor`: u and v from the products of theta and anchor with
+        themselves and each other."""
+        return torch.zeros_like(tt), torch.zeros_like(tt)
 
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
         """Nothing to add."""
@@ -36,13 +45,21 @@ class Proximal(Options):
     mu: Annotated[float, Field(ge=0)]
     power: Literal[1, 2] = 2
     kind: Literal["proximal"] = "proximal"
+    isotropic: ClassVar[bool] = True
+
+    @property
+    def linear(self) -> bool:
+        return self.power == 2  # the length of the difference would drown in rounding
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(tt, self.mu), torch.full_like(tt, -self.mu)
 
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
         if self.power == 2:
             grad.add_(theta, alpha=self.mu).sub_(anchor, alpha=self.mu)
         else:
             away = theta - anchor
-            grad.add_(away, alpha=self.mu / max(float(away.norm()), 1e-12))
+            grad.addcdiv_(away, _norm(away).clamp_min(1e-12), value=self.mu)
 
 
 class Pull(Options):
@@ -57,23 +74,43 @@ class Pull(Options):
     measure: Measure = "cosine"
     kind: Literal["pull"] = "pull"
 
+    @property
+    def isotropic(self) -> bool:
+        return self.measure != "l1"
+
+    @property
+    def linear(self) -> bool:
+        return self.measure in ("cosine", "inner")
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        if self.measure == "inner":
+            return torch.zeros_like(tt), -self.strength / aa.clamp_min(1e-12)
+        scale = tt.sqrt() * aa.sqrt()  # the gradient of -cos is -(a / |a||t| - cos t / |t|^2)
+        inverse = torch.where(scale > 0, self.strength / scale, 0.0)  # zero has cosine 0
+        return inverse * ta / tt.clamp_min(1e-30), -inverse
+
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
-        if self.measure == "cosine":
-            squared = float(theta.dot(theta))
-            scale = math.sqrt(squared * float(anchor.dot(anchor)))
-            if scale > 0:  # the gradient of -cos is -(a / |a||t| - cos t / |t|^2)
-                cosine = float(theta.dot(anchor)) / scale
-                grad.sub_(anchor, alpha=self.strength / scale)
-                grad.add_(theta, alpha=self.strength * cosine / squared)
-        elif self.measure == "inner":
-            grad.sub_(anchor, alpha=self.strength / max(float(anchor.dot(anchor)), 1e-12))
+        if self.linear:
+            products = _dot(theta, theta), _dot(theta, anchor), _dot(anchor, anchor)
+            u, v = self.coefficients(*products)
+            grad.addcmul_(theta, u).addcmul_(anchor, v)
         elif self.measure == "l1":
-            scale = max(float(anchor.abs().sum()), 1e-12)
-            grad.add_(torch.sign(theta - anchor), alpha=self.strength / scale)
+            scale = anchor.abs().sum(-1, keepdim=True).clamp_min(1e-12)
+            grad.addcdiv_(torch.sign(theta - anchor), scale, value=self.strength)
         else:
             away = theta - anchor
-            scale = float(away.norm()) * float(anchor.norm())
-            grad.add_(away, alpha=self.strength / max(scale, 1e-12))
+            scale = (_norm(away) * _norm(anchor)).clamp_min(1e-12)
+            grad.addcdiv_(away, scale, value=self.strength)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row by row."""
+    products: Tensor = torch.linalg.vecdot(a, b)
+    return products.unsqueeze(-1)
+
+
+def _norm(a: Tensor) -> Tensor:
+    return _dot(a, a).sqrt()
 
 
 Objective = Annotated[Plain | Proximal | Pull, Field(discriminator="kind")]

@@ -71,7 +71,7 @@ class Federation:
         """Number of clients."""
         return len(self.train)
 
-    @property
+    @cached_property
     def samples(self) -> list[int]:
         """Number of training samples of each client."""
         return [part.stop - part.start for part in self.train]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
-from polytempo.experiments.config import RunConfig, make_config, read_config
+from polytempo.experiments.config import EXECUTION, RunConfig, make_config, read_config
 from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
 from polytempo.experiments.run import Attach, holds_run, prepare, resume, run
 from polytempo.report import plot_accuracy, write_html
@@ -115,7 +115,8 @@ def compare(
 def _continue(place: Path, config: RunConfig, observer: Attach | None) -> RunResult:
     found = read_config(place / "config.toml")
     wanted = prepare(config)[0].model_dump(exclude_none=True)
-    different = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
+    keys = (wanted.keys() | found.keys()) - set(EXECUTION)
+    different = sorted(key for key in keys if wanted.get(key) != found.get(key))
     if different:
         name = different[0]
         raise PolytempoError(
@@ -126,7 +127,7 @@ def _continue(place: Path, config: RunConfig, observer: Attach | None) -> RunRes
         result = read_result(place)
         if result.summary["complete"]:
             return result
-    return resume(place, observer=observer)
+    return resume(place, workers=config.workers, observer=observer)
 
 
 def _goal(target: str | None, labels: Sequence[str]) -> float | str:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 
+from polytempo.core.bank import Storage
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.parameters import BufferPolicy
 from polytempo.core.registry import Registry
 from polytempo.core.strategy import Refill
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS
+from polytempo.local import BackendName
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
+from polytempo.storage import mapped
 from polytempo.strategies import STRATEGIES
 
 Spec = str | dict[str, Any]
@@ -112,6 +115,19 @@ class RunConfig(BaseModel):
     adapt_always: bool = Field(
         False, description="measure the adapted accuracy at every evaluation, not only at the end"
     )
+    backend: BackendName = Field(
+        "auto",
+        description="how clients are trained: serial, batched (mlp, linear), processes, ray, or "
+        "auto (batched if possible, on all processors if the run is not small)",
+    )
+    workers: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="worker processes that train (as many as processors); no result changes"
+    )
+    bank: Literal["memory", "half", "disk"] = Field(
+        "memory",
+        description="where a server keeps a model per client: in memory, there in half precision, "
+        "or on disk (in the folder named by TMPDIR)",
+    )
     seed: int = Field(0, description="decides everything that is random")
     check: bool = Field(False, description="verify the simulator's invariants while running")
     events: bool = Field(False, description="write every event to events.jsonl")
@@ -137,10 +153,17 @@ class RunConfig(BaseModel):
         """The strategy, device model, ... that the setting of that name describes."""
         return _REGISTRIES[field].create(getattr(self, field))
 
+    def storage(self) -> Storage:
+        """How the server keeps its models."""
+        return (
+            Storage(allocate=mapped()) if self.bank == "disk" else Storage(half=self.bank == "half")
+        )
+
     def task(self) -> Task:
         return Task(**{name: getattr(self, name) for name in SOLVER})
 
 
+EXECUTION = ("workers",)  # what has no influence on any result
 FEDERATION = ("data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit")
 SOLVER = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay")
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.local.memory import peak_memory
 from polytempo.report import Curve, plot_accuracy, plot_graph, plot_staleness, write_html
 from polytempo.simulation import Simulator
 from polytempo.simulation.metrics import convergence_time, final_accuracy, time_to
@@ -106,7 +107,9 @@ def summarise(
             "staleness": {str(k): v for k, v in sorted(simulator.staleness.items())},
             "parameters": simulator.space.size,
             "wall_seconds": dict(simulator.wall),
-            "peak_rss_mb": peak_memory(),
+            "backend": simulator.backend.name,
+            "trained_in_vain": simulator.backend.wasted,
+            "peak_rss_mb": (peak_memory() + simulator.backend.worker_memory) / 2**20 or None,
             "fingerprint": simulator.fingerprint,
             "version": version("polytempo"),
         },
@@ -114,18 +117,6 @@ def summarise(
         simulator,
         interrupted,
     )
-
-
-def peak_memory(reset: bool = False) -> float | None:
-    """The most memory, in MB, that this process has held since the last reset (on Linux; elsewhere
-    unknown)."""
-    try:
-        if reset:
-            Path("/proc/self/clear_refs").write_text("5")
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) / 1024 for line in lines if "VmHWM" in line), None)
 
 
 # -- the folder ---------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
@@ -23,7 +25,9 @@ from polytempo.experiments.config import (
     read_config,
     write_config,
 )
-from polytempo.experiments.result import RunResult, peak_memory, summarise, write_result
+from polytempo.experiments.result import RunResult, summarise, write_result
+from polytempo.local import make_backend
+from polytempo.local.memory import peak_memory
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.simulator import Observer
@@ -32,6 +36,7 @@ from polytempo.strategies import STRATEGIES
 
 Attach = Callable[[Simulator, int], Observer]  # given the number of rounds
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
+SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
 
@@ -103,9 +108,11 @@ def resume(
     folder: Path,
     *,
     rounds: int | None = None,
+    workers: int | None = None,
     observer: Attach | None = None,
 ) -> RunResult:
-    """Go on with the run of a folder from its checkpoint (perhaps for more rounds)."""
+    """Go on with the run of a folder from its checkpoint (perhaps for more rounds, or with another
+    number of workers)."""
     if not (folder / "config.toml").exists():
         raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
     settings = read_config(folder / "config.toml")
@@ -114,17 +121,18 @@ def resume(
             f"{folder} was run from Python on data given there, which the folder does not hold; "
             "run it anew from Python"
         )
-    if rounds is not None:
-        settings["rounds"] = rounds
+    given = {"rounds": rounds, "workers": workers}
+    settings |= {key: value for key, value in given.items() if value is not None}
     config, simulator = prepare(make_config(settings, str(folder / "config.toml")))
-    if (folder / CHECKPOINT).exists():
-        restore(simulator, load_state(folder / CHECKPOINT))
-    if simulator.server.round > config.rounds:
-        raise PolytempoError(
-            f"{folder} has folded {simulator.server.round} updates already; ask for more --rounds "
-            f"than {config.rounds}"
-        )
-    return drive(simulator, config, folder, observer)
+    with simulator.backend:  # workers are forked: better before the models are there
+        if (folder / CHECKPOINT).exists():
+            restore(simulator, load_state(folder / CHECKPOINT))
+        if simulator.server.round > config.rounds:
+            raise PolytempoError(
+                f"{folder} has folded {simulator.server.round} updates already; ask for more "
+                f"--rounds than {config.rounds}"
+            )
+        return drive(simulator, config, folder, observer)
 
 
 def load_federation(config: RunConfig) -> Federation:
@@ -147,9 +155,19 @@ def make_simulator(
 ) -> Simulator:
     """The world that the settings describe, at time 0."""
     inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
+    module = build(model, inputs, config.seed)
+    backend = make_backend(
+        module,
+        federation,
+        config.seed,
+        config.buffers,
+        name=config.backend,
+        workers=config.workers,
+        small=_arithmetic(config, federation, module) < SMALL,
+    )
     return Simulator(
         federation,
-        build(model, inputs, config.seed),
+        module,
         strategy or config.make("strategy"),
         task=config.task(),
         slots=config.slots,
@@ -163,7 +181,15 @@ def make_simulator(
         adapt_always=config.adapt_always,
         seed=config.seed,
         check=config.check,
+        backend=backend,
+        storage=config.storage(),
     )
+
+
+def _arithmetic(config: RunConfig, federation: Federation, module: nn.Module) -> float:
+    """Roughly the floating-point operations of the run's training (convolutions need more)."""
+    samples = sum(config.task().work(size) for size in federation.samples) / federation.clients
+    return 6 * config.rounds * samples * sum(p.numel() for p in module.parameters())
 
 
 def new_folder(folder: Path) -> Path:

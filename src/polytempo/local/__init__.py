@@ -1,6 +1,7 @@
 """Local training on a client's shard."""
 
-from polytempo.local.backend import Backend, Serial
-from polytempo.local.training import Job, Score, Trainer
+from polytempo.local.backend import Backend
+from polytempo.local.choice import BackendName, make_backend
+from polytempo.local.training import Job, Score, Solver, Trainer
 
-__all__ = ["Backend", "Job", "Score", "Serial", "Trainer"]
+__all__ = ["Backend", "BackendName", "Job", "Score", "Solver", "Trainer", "make_backend"]

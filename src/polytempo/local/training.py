@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,12 @@ from torch.nn import functional
 
 from polytempo.core.parameters import BufferPolicy, ParameterSpace
 from polytempo.core.rng import rng, stream_seed
-from polytempo.core.task import Plain, Task
+from polytempo.core.task import Task
 from polytempo.data import Federation
+from polytempo.local.vocabulary import Vocabulary
 
 _EVALUATION_BATCH = 512
+_PREPARED_AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
 
 
 @dataclass(frozen=True)
@@ -47,53 +50,93 @@ class Score:
     loss: float  # summed over the samples
 
 
+class Solver(Protocol):
+    """Carries jobs out in this process. What comes of a job depends on that job alone: not on the
+    jobs that it is done together with, nor on what was done before."""
+
+    space: ParameterSpace
+    group: int  # it pays to do so many jobs together, if they are of one kind
+
+    def kind(self, job: Job) -> object: ...
+
+    def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
+        """The upload of each of these jobs, which are of one kind."""
+        ...
+
+    def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
+        """The model on the test split of each of these clients."""
+        ...
+
+
 class Trainer:
-    """Trains and evaluates flat vectors on the shards of a federation."""
+    """Trains and evaluates any module, by autograd, one job at a time."""
+
+    group = 1
 
     def __init__(
         self, module: nn.Module, federation: Federation, seed: int, buffers: BufferPolicy = "share"
     ) -> None:
         self.space = ParameterSpace(module, buffers)
         self.federation = federation
-        self.seed = seed
-        self._momentum = torch.empty_like(self.space.grad)
+        self.seed, self.buffers = seed, buffers
+        self._vocabulary = Vocabulary.of(self.space) if federation.vocabulary else None
+
+    def kind(self, job: Job) -> object:
+        return job.task
+
+    def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
+        return [self.train(job) for job in jobs]
 
     def train(self, job: Job) -> Tensor:
         """Carry the job out; returns what its task wants uploaded."""
         space, task = self.space, job.task
         shard = self.federation.train[job.client]
         x, y = self.federation.x[shard], self.federation.y[shard]
-        theta, grad = space.vector[: space.parameters], space.grad
-        anchor = job.params[: space.parameters]
-        plain = isinstance(task.objective, Plain)
-        fresh = True  # the momentum buffer: empty at each dispatch and each multicast
         space.load(job.params)
-        space.module.train()
+        if self._vocabulary is not None and task.objective.isotropic:
+            with self._vocabulary.restricted(x, job.params) as part:
+                found = self._descend(job, part.theta, part.grad, part.renamed, y)
+                trained = part.widen(found)
+        else:
+            theta = space.vector[: space.parameters]
+            trained = self._descend(job, theta, space.grad, x, y).clone()
+        if task.upload == "gradient":
+            return functional.pad(trained, (0, space.size - space.parameters))
+        whole = torch.cat([trained, space.vector[space.parameters :]])
+        return whole - job.params if task.upload == "delta" else whole
+
+    def _descend(self, job: Job, theta: Tensor, grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Take the job's steps on `theta`, of which the module's parameters are views, as those of
+        their gradients are of `grad`. Returns `theta`, or `grad` if that is to be uploaded."""
+        task, anchor = job.task, theta.clone()
+        momentum: Tensor | None = None  # empty at each dispatch and each multicast
+        whole = x.numel() <= _PREPARED_AT_ONCE
+        if whole:
+            x = self._inputs(x)
+        self.space.module.train()
         with torch.random.fork_rng(devices=[]):
             for step, rows in batches(job, len(y), self.seed):
                 # Dropout layers draw from torch's global stream: name that one too.
                 stream = stream_seed(self.seed, *job.stream, "step", step)
                 torch.default_generator.manual_seed(stream % 2**63)
                 grad.zero_()
-                loss = functional.cross_entropy(self._forward(x[rows]), y[rows])
+                batch = x[rows] if whole else self._inputs(x[rows])
+                loss = functional.cross_entropy(self.space.module(batch), y[rows])
                 torch.autograd.backward(loss)
                 with torch.no_grad():
-                    if not plain:
-                        task.objective.add_gradient(theta, anchor, grad)
+                    task.objective.add_gradient(theta, anchor, grad)
                     if task.weight_decay:
                         grad.add_(theta, alpha=task.weight_decay)
                     if task.upload == "gradient":
-                        return functional.pad(grad, (0, space.size - space.parameters))
-                    direction = grad
-                    if task.momentum:
-                        direction = self._momentum
-                        if fresh:
-                            direction.copy_(grad)
-                        else:
-                            direction.mul_(task.momentum).add_(grad)
-                        fresh = False
-                    theta.sub_(direction, alpha=task.lr)
-        return space.read() - job.params if task.upload == "delta" else space.read()
+                        return grad
+                    if not task.momentum:
+                        momentum = grad
+                    elif momentum is None:
+                        momentum = grad.clone()
+                    else:
+                        momentum.mul_(task.momentum).add_(grad)
+                    theta.sub_(momentum, alpha=task.lr)
+        return theta
 
     @torch.inference_mode()
     def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
@@ -107,18 +150,16 @@ class Trainer:
             x, y = self.federation.x[shard], self.federation.y[shard]
             for part in range(0, len(y), _EVALUATION_BATCH):
                 labels = y[part : part + _EVALUATION_BATCH]
-                logits = self._forward(x[part : part + _EVALUATION_BATCH])
+                inputs = self._inputs(x[part : part + _EVALUATION_BATCH])
+                logits = self.space.module(inputs)
                 correct += int((logits.argmax(1) == labels).sum())
                 loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
             scores.append(Score(correct, len(y), loss))
         return scores
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _inputs(self, x: Tensor) -> Tensor:
         inputs = self.federation.prepare(x)
-        if inputs.is_floating_point():
-            inputs = inputs.to(self.space.vector.dtype)
-        logits: Tensor = self.space.module(inputs)
-        return logits
+        return inputs.to(self.space.vector.dtype) if inputs.is_floating_point() else inputs
 
 
 def batches(job: Job, samples: int, seed: int) -> Iterator[tuple[int, Tensor]]:

@@ -6,8 +6,10 @@ import itertools
 import math
 from typing import Annotated, Any
 
+import torch
 from pydantic import BeforeValidator, Field
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from polytempo.core.registry import Options
 from polytempo.models.spec import MODELS, Inputs, require_image, require_numbers
@@ -29,19 +31,64 @@ def _dense(widths: list[int]) -> list[nn.Module]:
     return layers[:-1]
 
 
+class _Halve(torch.autograd.Function):
+    """Maxima of 2x2 squares, first down, then across: whole-row operations, several times as fast
+    as torch's pooling on CPUs. A gradient goes to the maximum (of equals, to one of them)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        height, width = (side // 2 * 2 for side in x.shape[-2:])
+        upper, lower = x[..., 0:height:2, :width], x[..., 1:height:2, :width]
+        tall = torch.maximum(upper, lower)
+        left, right = tall[..., 0::2], tall[..., 1::2]
+        halved = torch.maximum(left, right)
+        # ones and zeros as numbers: multiplying by booleans is several times as slow
+        above, before = (upper - lower).ge_(0), (left - right).ge_(0)
+        ctx.save_for_backward(above, before)
+        ctx.shape = x.shape
+        return halved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        above, before = ctx.saved_tensors
+        tall = grad.new_empty(above.shape)
+        torch.mul(grad, before, out=tall[..., 0::2])
+        torch.sub(grad, tall[..., 0::2], out=tall[..., 1::2])
+        height, width = above.shape[-2] * 2, above.shape[-1]
+        whole = grad.new_empty(ctx.shape)
+        whole[..., height:, :] = 0
+        whole[..., width:] = 0
+        upper = whole[..., 0:height:2, :width]
+        torch.mul(tall, above, out=upper)
+        torch.sub(tall, upper, out=whole[..., 1:height:2, :width])
+        return whole
+
+
+class Halve(nn.Module):
+    """`nn.MaxPool2d(2)`, faster."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        halved: Tensor = _Halve.apply(x)  # type: ignore[no-untyped-call]
+        return halved
+
+
 def _convolutional(
     name: str, inputs: Inputs, filters: tuple[int, int], hidden: tuple[int, int]
 ) -> nn.Module:
-    """Two unpadded 5x5 convolutions, each halved by max-pooling, then fully connected layers."""
+    """Two unpadded 5x5 convolutions, each halved by max-pooling, then fully connected layers.
+
+    ReLU comes after the pooling, where there is a quarter of the numbers: it gives the same.
+    """
     channels, height, width = require_image(name, inputs, smallest=16)
     cells = math.prod(((side - 4) // 2 - 4) // 2 for side in (height, width))
     return nn.Sequential(
         nn.Conv2d(channels, filters[0], 5),
+        Halve(),
         nn.ReLU(),
-        nn.MaxPool2d(2),
         nn.Conv2d(filters[0], filters[1], 5),
+        Halve(),
         nn.ReLU(),
-        nn.MaxPool2d(2),
         nn.Flatten(),
         *_dense([filters[1] * cells, *hidden, inputs.classes]),
     )

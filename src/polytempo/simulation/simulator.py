@@ -9,9 +9,10 @@ Theory of operation
 2. Durations are virtual: work times device factor times jitter, plus bytes over bandwidth, from
    random streams named by client and dispatch. The wall clock is read for statistics only.
 3. Training is lazy. A client's result depends only on the model sent, its data and its own random
-   stream, so it is computed when it is needed, at its arrival. Until then the client in flight is
-   just a `Flight`: a multicast replaces the model in it, an urgent request shortens it, and a
-   checkpoint saves it as it stands.
+   stream, so nothing depends on when it is computed. A client in flight is just a `Flight`: a
+   multicast replaces the model in it, an urgent request shortens it, and a checkpoint saves it as
+   it stands. The backend is told of it, and may train it ahead of its arrival, on whatever workers
+   it has; if the flight changes, the backend is told to forget what it did.
 4. A multicast that reaches a client after k of its steps makes it train the steps from k on, from
    the new model: the schedule of batches stays the same. If no step is left, it is missed, and the
    upload answers the older dispatch.
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polytempo.core.bank import PLAIN_STORAGE, Storage
 from polytempo.core.errors import Diverged, Refused
 from polytempo.core.messages import Action, Dispatch, Stop, Update
 from polytempo.core.parameters import BufferPolicy
@@ -46,7 +48,7 @@ from polytempo.core.server import Server
 from polytempo.core.strategy import Context, Refill, Strategy
 from polytempo.core.task import Plain, Task
 from polytempo.data import Federation
-from polytempo.local import Backend, Job, Score, Serial, Trainer
+from polytempo.local import Backend, Job, Score, make_backend
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.dropout import Dropout, Never, Timeline
@@ -96,16 +98,16 @@ class Simulator:
         seed: int = 0,
         check: bool = False,
         backend: Backend | None = None,
+        storage: Storage = PLAIN_STORAGE,
     ) -> None:
         clients = federation.clients
-        trainer = Trainer(module, federation, seed, buffers)
-        self.space = trainer.space
-        self.backend: Backend = Serial(trainer) if backend is None else backend
+        self.backend = backend or make_backend(module, federation, seed, buffers, name="serial")
+        self.space = self.backend.solver.space
         self.federation, self.strategy, self.seed = federation, strategy, seed
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always
 
-        context = Context(trainer.space.read(), federation.samples, task or Task(), seed)
+        context = Context(self.space.read(), federation.samples, task or Task(), seed, storage)
         if strategy.all_slots and refill is None:
             slots = clients
         elif slots is None:
@@ -134,6 +136,8 @@ class Simulator:
         self.started = False
         self.observers: list[Observer] = []
         self.checker = Checker(slots) if check else None
+        self._scores: dict[int, tuple[int | None, Score]] = {}  # with the revision of the model
+        self._evaluated: tuple[Tensor, list[Score]] | None = None  # the same, of a single model
 
     # -- running -------------------------------------------------------------------------------
 
@@ -149,22 +153,30 @@ class Simulator:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums in one order: same seed, same bits
         try:
-            with self._timed("total"):
-                if not self.started:
-                    self._start()
-            while self.server.round < rounds and self.queue and self.queue[0][0] <= until:
-                if stop():
-                    return False
-                with self._timed("total"):
-                    self._step()
-            with self._timed("total"):
-                if self.history[-1]["round"] != self.server.round:
-                    self._record()
-                if self.history[-1]["accuracy_adapted"] is None and self.adapt_epochs:
-                    self.history[-1]["accuracy_adapted"] = self.adapted(stop)
-            return self.history[-1]["accuracy_adapted"] is not None or not self.adapt_epochs
+            with self.backend:
+                return self._run(rounds, until, stop)
         finally:
             torch.set_num_threads(threads)
+
+    def _run(self, rounds: int, until: float, stop: Callable[[], bool]) -> bool:
+        with self._timed("total"):
+            if not self.started:
+                self._start()
+            for flight in self.flights.values():  # those of a checkpoint
+                self._announce(flight)
+        while self.server.round < rounds and self.queue and self.queue[0][0] <= until:
+            if stop():
+                return False
+            with self._timed("total"):
+                self._step()
+        with self._timed("total"):
+            last = self.history[-1]
+            if last["round"] != self.server.round:
+                last = self._record()
+            if last["accuracy_adapted"] is None and self.adapt_epochs:
+                last["accuracy_adapted"] = self.adapted(stop)
+            self.backend.drain()
+        return last["accuracy_adapted"] is not None or not self.adapt_epochs
 
     def _start(self) -> None:
         self.started = True
@@ -202,7 +214,7 @@ class Simulator:
             self._drop(client, self.server.lost)
             return
         with self._timed("training"):
-            [vector] = self.backend.train([flight.job])
+            vector = self.backend.train(flight.job)
         update = Update(client, flight.number, vector, self.federation.samples[client])
         stale = self.server.staleness(client, flight.number)
         with self._timed("server"):
@@ -228,6 +240,7 @@ class Simulator:
     def _drop(self, client: int, tell: Callable[[int], list[Action]]) -> None:
         version = self.server.version
         flight = self.flights.pop(client)
+        self.backend.forget(flight.job)
         actions = tell(client)
         self._emit("drop", client, flight.number)
         self._act(actions)
@@ -300,6 +313,17 @@ class Simulator:
         flight.lost = fate == "lost"
         self.flights[client] = flight
         self._expect(flight, flight.begin + seconds + transfer)
+        self._announce(flight)
+
+    def _announce(self, flight: Flight) -> None:
+        """What the client trains is certain, unless a message reaches it on the way."""
+        if not flight.lost:
+            self.backend.expect(flight.job, flight.begin + flight.seconds)
+
+    def _change_job(self, flight: Flight, **changes: Any) -> None:
+        self.backend.forget(flight.job)
+        flight.job = replace(flight.job, **changes)
+        self._announce(flight)
 
     def _expect(self, flight: Flight, arrival: float) -> None:
         """Queue the arrival of the flight's upload, once the client is there to send it."""
@@ -318,7 +342,7 @@ class Simulator:
             done = math.ceil(flight.progress(self.time) * total)
             if done < (flight.job.last_step or total):
                 replaced, flight.number = flight.number, number
-                flight.job = replace(flight.job, params=multicast.params, first_step=done)
+                self._change_job(flight, params=multicast.params, first_step=done)
                 self._emit("restart", client, number, replaces=replaced, step=done)
                 return
         self._emit("missed", client, number)
@@ -330,18 +354,14 @@ class Simulator:
         epochs = math.floor(flight.progress(self.time) * total / epoch) + 1
         last = max(epochs, flight.job.first_step // epoch + 1) * epoch
         if last < (flight.job.last_step or total):
-            flight.job = replace(flight.job, last_step=last)
             self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
+            self._change_job(flight, last_step=last)
 
     # -- looking at it -------------------------------------------------------------------------
 
-    def _record(self) -> None:
+    def _record(self) -> dict[str, Any]:
         with self._timed("evaluation"):
-            clients = range(self.federation.clients)
-            if self.strategy.single_model:
-                [scores] = self.backend.evaluate([(self.strategy.model_for(0), clients)])
-            else:  # one at a time: n copies need not be alive at once
-                scores = [self._score(self.strategy.model_for(c), c) for c in clients]
+            scores = self._evaluate()
             row = {
                 "time": self.time,
                 "round": self.server.round,
@@ -354,10 +374,27 @@ class Simulator:
             self._emit("evaluate", None, accuracy=row["accuracy"], loss=row["loss"])
         if self.adapt_always and self.adapt_epochs and self.server.round:
             row["accuracy_adapted"] = self.adapted()
+        return row
 
-    def _score(self, model: Tensor, client: int) -> Score:
-        [[score]] = self.backend.evaluate([(model, [client])])
-        return score
+    def _evaluate(self) -> list[Score]:
+        """The score of every client's model; only models that have changed are looked at."""
+        clients = range(self.federation.clients)
+        if self.strategy.single_model:
+            model = self.strategy.model_for(0)
+            if self._evaluated is None or self._evaluated[0] is not model:
+                [scores] = self.backend.evaluate([(model, clients)])
+                self._evaluated = model, scores
+            return self._evaluated[1]
+        revisions = [self.strategy.revision(client) for client in clients]
+        changed = [
+            client
+            for client, revision in enumerate(revisions)
+            if revision is None or self._scores.get(client, (None,))[0] != revision
+        ]
+        models = ((self.strategy.model_for(client), [client]) for client in changed)
+        for client, [score] in zip(changed, self.backend.evaluate(models), strict=True):
+            self._scores[client] = revisions[client], score
+        return [self._scores[client][1] for client in clients]
 
     def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Mean accuracy after every client has adapted a copy of its model by plain training;
@@ -366,14 +403,22 @@ class Simulator:
             task = replace(
                 self.server.context.task, objective=Plain(), epochs=self.adapt_epochs, steps=None
             )
-            scores = []
-            for client in range(self.federation.clients):
-                if stop():
-                    return None
-                stream = ("adapt", client, "round", self.server.round)
-                job = Job(client, self.strategy.model_for(client), task, stream)
-                [model] = self.backend.train([job])
-                scores.append(self._score(model, client))
+            scores: list[Score] = []
+            clients, together = range(self.federation.clients), 2 * self.backend.width
+            for begin in range(0, len(clients), together):  # n models need not be there at once
+                jobs = []
+                for client in clients[begin : begin + together]:
+                    stream = ("adapt", client, "round", self.server.round)
+                    jobs.append(Job(client, self.strategy.model_for(client), task, stream))
+                    self.backend.expect(jobs[-1])
+                models = []
+                for job in jobs:
+                    if stop():
+                        for unused in jobs:
+                            self.backend.forget(unused)
+                        return None
+                    models.append((self.backend.train(job), [job.client]))
+                scores += [score for [score] in self.backend.evaluate(models)]
             return over_clients(scores)["accuracy"]
 
     # -- small things --------------------------------------------------------------------------

@@ -13,6 +13,9 @@ What the server does on the arrival of theta from client i, whose staleness is t
 
 D_j is the denominator of Eq. 6, kept up to date instead of summed anew. With a = 0 it makes phi_j
 the W_j-weighted mean of j's own upload and everything folded in since, in whatever order it came.
+
+Nothing that is mixed depends on the new W_i, so the likeness to all phi_j and their mixing are one
+pass over the bank.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context
+from polytempo.strategies.graph import collaboration_row
 from polytempo.strategies.pfedgraph import PFedGraphAsync
 
 
@@ -55,7 +59,7 @@ class PACE(PFedGraphAsync):
     """
 
     paper: ClassVar[str] = "Liu et al. 2026"
-    state: ClassVar[tuple[str, ...]] = ("bank", "weights", "denominators")
+    state: ClassVar[tuple[str, ...]] = ("bank", "graph", "denominators")
 
     a: Annotated[float, Field(ge=0)] = 1.5
     omega: Annotated[float, Field(ge=0)] = 2500.0
@@ -77,14 +81,15 @@ class PACE(PFedGraphAsync):
         if not self.buffer:
             return super().fold(update, staleness)
         self._before = self.bank.row(i) if self.reply == "buffered" else None
-        self.receive(update)
-        self.denominators[i] = self.weights[i, i]
-        taken = self.weights[:, i].copy()  # W_ji
+        self.bank.set(i, theta)
+        taken = self.graph.column(i)  # W_ji
         taken[i] = 0.0
         self.denominators += taken
         share = np.divide(taken, self.denominators, out=np.zeros_like(taken), where=taken > 0)
         decay = (1 + staleness.rounds) ** -self.a if self.staleness_decay else 1.0
-        self.bank.mix(theta, share * decay)
+        unlike = self.bank.sweep(theta, self.similarity, share * decay)
+        self.graph.set_row(i, collaboration_row(unlike, self.prior, self.gamma))
+        self.denominators[i] = self.graph.row(i)[i]
         return True
 
     def reply_to(self, client: int) -> Tensor:

@@ -10,15 +10,15 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.bank import FloatArray, ModelBank
+from polytempo.core.bank import PLAIN_STORAGE, FloatArray, ModelBank, Storage
 from polytempo.core.messages import Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
 from polytempo.core.task import Measure, Pull, Task
-from polytempo.strategies.graph import collaboration_row
+from polytempo.strategies.graph import CollaborationGraph, collaboration_row
 
 
 class GraphStrategy(Strategy):
-    """What methods with a collaboration graph share: a model per client and the matrix W.
+    """What methods with a collaboration graph share: a model per client and the graph W.
 
     `gamma`: how much likeness counts against sample size in the graph (PACE's gamma and alpha;
     the reciprocal of the alpha of pFedGraph's public code).
@@ -30,7 +30,7 @@ class GraphStrategy(Strategy):
     models that share an initialisation all look alike).
     """
 
-    state: ClassVar[tuple[str, ...]] = ("bank", "weights")
+    state: ClassVar[tuple[str, ...]] = ("bank", "graph")
 
     gamma: Annotated[float, Field(ge=0)] = 1.5
     lam: float = 0.01
@@ -40,13 +40,14 @@ class GraphStrategy(Strategy):
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.prior = context.shares()  # p
-        self.bank = self.new_bank(context.clients)  # phi
-        self.weights: FloatArray = np.tile(self.prior, (context.clients, 1))  # W
+        self.bank = self.new_bank(context.clients, context.storage)  # phi
+        self.graph = CollaborationGraph(self.prior)  # W
 
-    def new_bank(self, rows: int) -> ModelBank:
+    def new_bank(self, rows: int, storage: Storage = PLAIN_STORAGE) -> ModelBank:
         """Vectors that are compared as models, or by their displacement from the initial one."""
         initial = self.context.initial
-        return ModelBank(rows, initial, initial if self.reference == "displacement" else None)
+        origin = initial if self.reference == "displacement" else None
+        return ModelBank(rows, initial, origin, storage)
 
     def task(self, client: int) -> Task:
         """The local loss plus `lam` times the dissimilarity from the received model (Eq. 4)."""
@@ -57,8 +58,11 @@ class GraphStrategy(Strategy):
     def model_for(self, client: int) -> Tensor:
         return self.bank.row(client)
 
+    def revision(self, client: int) -> int:
+        return self.bank.revision(client)
+
     def collaboration(self) -> FloatArray:
-        return self.weights
+        return self.graph.matrix()
 
 
 @STRATEGIES.register("pfedgraph")
@@ -75,7 +79,7 @@ class PFedGraph(GraphStrategy):
     family: ClassVar[str] = "synchronous, personalised"
     paper: ClassVar[str] = "Ye et al. 2023"
     refill: ClassVar[Refill] = "cohort"
-    state: ClassVar[tuple[str, ...]] = ("bank", "weights", "cohort", "uploads")
+    state: ClassVar[tuple[str, ...]] = ("bank", "graph", "cohort", "uploads")
 
     clip: float | None = 0.9
 
@@ -96,10 +100,13 @@ class PFedGraph(GraphStrategy):
         for k, vector in enumerate(self.uploads):
             uploads.set(k, vector)
         prior = self.prior[self.cohort] / self.prior[self.cohort].sum()
+        clip = self.clip if self.similarity == "cosine" else None
         for client, vector in zip(self.cohort, self.uploads, strict=True):
-            row = collaboration_row(uploads, vector, prior, self.gamma, self.similarity, self.clip)
-            self.weights[client] = 0.0
-            self.weights[client, self.cohort] = row
+            unlike = uploads.dissimilarity(vector, self.similarity)
+            row = collaboration_row(unlike, prior, self.gamma, clip)
+            everybody = np.zeros_like(self.prior)
+            everybody[self.cohort] = row
+            self.graph.set_row(client, everybody)
             self.bank.set(client, uploads.weighted_sum(row))
         self.cohort, self.uploads = [], []
         return True
@@ -119,14 +126,10 @@ class PFedGraphAsync(GraphStrategy):
     paper: ClassVar[str] = "Liu et al. 2026 (PACE), baseline"
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        self.receive(update)
-        row = self.weights[update.client]
-        self.bank.set(update.client, self.bank.weighted_sum(row))
+        i, theta = update.client, update.vector
+        self.bank.set(i, theta)
+        unlike = self.bank.dissimilarity(theta, self.similarity)
+        row = collaboration_row(unlike, self.prior, self.gamma)
+        self.graph.set_row(i, row)
+        self.bank.set(i, self.bank.weighted_sum(row))
         return True
-
-    def receive(self, update: Update) -> None:
-        """`phi_i <- theta`, and W_i from theta against all phi_j."""
-        self.bank.set(update.client, update.vector)
-        self.weights[update.client] = collaboration_row(
-            self.bank, update.vector, self.prior, self.gamma, self.similarity
-        )

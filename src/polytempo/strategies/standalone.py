@@ -30,10 +30,13 @@ class Standalone(Strategy):
 
     def setup(self, context: Context) -> None:
         super().setup(context)
-        self.models = ModelBank(context.clients, context.initial)
+        self.models = ModelBank(context.clients, context.initial, storage=context.storage)
 
     def model_for(self, client: int) -> Tensor:
         return self.models.row(client)
+
+    def revision(self, client: int) -> int:
+        return self.models.revision(client)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         self.models.set(update.client, update.vector)

@@ -1,0 +1,62 @@
+"""All measurements of `polytempo bench`, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from polytempo.bench.cases import CASES
+from polytempo.bench.machine import machine
+from polytempo.bench.scale import CLIENTS, measure_scale
+from polytempo.bench.server import SIZES, measure_server
+from polytempo.bench.training import measure_training
+
+PARTS = (*CASES, "server", "scale")
+
+
+def run_bench(
+    parts: Sequence[str],
+    *,
+    workers: int,
+    repeats: int = 5,
+    quick: bool = False,
+    watch: Callable[[str], None] = lambda now: None,
+) -> dict[str, Any]:
+    """Measure these parts; `watch` is told what is measured next.
+
+    `quick`: fewer updates and smaller sizes, for a first look; the figures are rougher, and those
+    of training contain more evaluation.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        watch("machine")
+        found: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d %H:%M"),
+            "version": version("polytempo"),
+            "quick": quick,
+            "machine": machine(),
+            "training": [],
+            "server": [],
+            "scale": [],
+        }
+        for name in (part for part in parts if part in CASES):
+            watch(name)
+            arrivals = 20 if quick else None
+            measured = measure_training(name, workers=workers, repeats=repeats, arrivals=arrivals)
+            found["training"].append(measured)
+        for clients, parameters in SIZES if "server" in parts else ():
+            if not quick or clients * parameters <= 10**8:
+                watch(f"server, {clients} clients")
+                found["server"].append(measure_server(clients, parameters))
+        for clients in CLIENTS if "scale" in parts else ():
+            if not quick or clients <= 1_000:
+                watch(f"{clients} clients")
+                found["scale"].append(measure_scale(clients, workers=workers))
+        return found
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,103 @@
+"""Wall time of an update, end to end: training, server and evaluation, beside a plain loop."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from polytempo.bench.cases import CASES, Case
+from polytempo.bench.machine import gemm_gflops, seconds
+from polytempo.bench.plain import PlainLoop
+from polytempo.core.task import Task
+from polytempo.data import Federation
+from polytempo.local import make_backend
+from polytempo.models import Inputs, build
+from polytempo.simulation import Simulator
+from polytempo.strategies import STRATEGIES
+
+STRATEGY = "pace:lam=0"  # the same arithmetic as the plain loop's
+
+
+def measure_training(
+    name: str,
+    *,
+    workers: int,
+    repeats: int = 3,
+    arrivals: int | None = None,
+) -> dict[str, Any]:
+    """Take turns: so many updates by us, the same clients by the plain loop, and again.
+
+    Both evaluate all clients at the end of a turn. Figures are medians over the turns.
+    """
+    case = CASES[name]
+    federation = case.federation()
+    arrivals = arrivals or case.arrivals
+    simulator = _simulator(case, federation, workers, arrivals)
+    order: list[int] = []
+    simulator.observers.append(
+        lambda event: order.append(event["client"]) if event["event"] == "upload" else None
+    )
+    plain = PlainLoop(case.plain(), federation, case.lr)
+    flops = _flops(case, plain.module, federation)
+    turns = []
+    with simulator.backend:
+        simulator.run(10)  # warm up
+        plain.run([0])
+        for _ in range(repeats):
+            order.clear()
+            target = simulator.server.round + arrivals
+            before = dict(simulator.wall)
+            ours = seconds(lambda: simulator.run(target))  # noqa: B023
+            theirs = seconds(lambda: plain.run(order))
+            spent = {key: simulator.wall[key] - before[key] for key in before}
+            turns.append((ours, theirs, gemm_gflops(), spent))
+    per_update = median(ours for ours, *_ in turns) / arrivals
+    return {
+        "case": name,
+        "workers": workers,
+        "backend": simulator.backend.name,
+        "arrivals": arrivals,
+        "repeats": repeats,
+        "parameters": simulator.space.size,
+        "plain_ms": 1e3 * median(theirs for _, theirs, *_ in turns) / arrivals,
+        "ours_ms": 1e3 * per_update,
+        "ratio": median(theirs / ours for ours, theirs, *_ in turns),
+        "ratios": [theirs / ours for ours, theirs, *_ in turns],
+        "waiting_for_training_ms": 1e3 * median(s["training"] for *_, s in turns) / arrivals,
+        "server_ms": 1e3 * median(s["server"] for *_, s in turns) / arrivals,
+        "evaluation_ms": 1e3 * median(s["evaluation"] for *_, s in turns) / arrivals,
+        "gflop_per_update": 1e-9 * flops,
+        "share_of_gemm": median(
+            1e-9 * flops * arrivals / (ours * workers * gemm) for ours, _, gemm, _ in turns
+        ),
+        "trained_in_vain": simulator.backend.wasted,
+    }
+
+
+def _simulator(case: Case, federation: Federation, workers: int, arrivals: int) -> Simulator:
+    inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
+    module = build(case.model, inputs, 0)
+    return Simulator(
+        federation,
+        module,
+        STRATEGIES.create(STRATEGY),
+        task=Task(lr=case.lr),
+        eval_every=10**9,  # the end of each turn is evaluated anyhow
+        adapt_epochs=0,
+        backend=make_backend(module, federation, 0, workers=workers),
+    )
+
+
+def _flops(case: Case, module: nn.Module, federation: Federation) -> float:
+    """Operations of the matrix products in one plain training of a client of mean size."""
+    x = federation.prepare(federation.x[:64])
+    with FlopCounterMode(display=False) as counter:
+        loss = nn.functional.cross_entropy(module(x), torch.zeros(64, dtype=torch.int64))
+        torch.autograd.backward(loss)
+    module.zero_grad()
+    samples = sum(federation.samples) / federation.clients
+    return float(counter.get_total_flops()) / 64 * samples * 5

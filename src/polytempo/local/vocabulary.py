@@ -1,0 +1,100 @@
+"""Training a text model on the words that the client has.
+
+Of a table of 32,000 words a client uses a few thousand, yet plain training moves all of it at every
+step. The rows of words that a client does not have see no gradient of the loss; weight decay, and a
+pull towards the received model, only scale them, all by the same factor. So we train the rows of
+the client's own words, and beside them *one number* that stands for all other rows: it starts as
+their norm, and its final ratio to that is the factor. Lengths and angles of the whole vector come
+out right, which is all that an isotropic objective looks at.
+
+A module says that it can be treated so by naming the layer in an attribute `token_table`: tokens
+must serve for nothing but to look up rows there, with token 0 as padding. Then words can be
+renumbered, and nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polytempo.core.parameters import ParameterSpace
+
+_PADDING = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model with the words of one client, bound to the module."""
+
+    theta: Tensor  # parameters before the table, its rows in use, parameters after it, the rest
+    grad: Tensor
+    renamed: Tensor  # the client's samples, in the new numbers of the words
+    words: Tensor  # the old numbers
+    received: Tensor  # all parameters, as they came
+    rest: float  # norm of the rows that are not in use
+    table: slice  # of all parameters
+    width: int  # of a row
+
+    def widen(self, values: Tensor) -> Tensor:
+        """`theta`, or `grad`, for the whole model."""
+        begin, end = self.table.start, self.table.start + len(self.words) * self.width
+        rows = values[begin:end].view(-1, self.width)
+        whole = self.received * (float(values[-1]) / self.rest if self.rest else 0.0)
+        whole[:begin] = values[:begin]
+        whole[self.table].view(-1, self.width)[self.words] = rows
+        whole[self.table.stop :] = values[end:-1]
+        return whole
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The table of words in the model that `space` holds."""
+
+    space: ParameterSpace
+    table: slice
+    width: int
+
+    @classmethod
+    def of(cls, space: ParameterSpace) -> Vocabulary | None:
+        """None if the module names no table, or does not train it."""
+        name = getattr(space.module, "token_table", None)
+        weight = space.module.get_submodule(name).weight if name else None
+        for parameter, place in space.trained:
+            if parameter is weight:
+                return cls(space, place, parameter.shape[1])
+        return None
+
+    @contextmanager
+    def restricted(self, tokens: Tensor, params: Tensor) -> Iterator[Part]:
+        """Within this context the module is the model `params` with the words of `tokens` alone."""
+        padded = torch.cat([tokens.new_tensor([_PADDING]), tokens.flatten()])
+        words, numbers = torch.unique(padded, return_inverse=True)  # padding stays number 0
+        received = params[: self.space.parameters]
+        rows = received[self.table].view(-1, self.width)
+        squares = rows.square().sum(1, dtype=torch.float64)
+        squares[words] = 0
+        rest = float(squares.sum().sqrt())
+        before, after = received[: self.table.start], received[self.table.stop :]
+        theta = torch.cat([before, rows[words].flatten(), after, received.new_tensor([rest])])
+        grad = torch.zeros_like(theta)
+        renamed = numbers[1:].view_as(tokens)
+        shrunk = (rows.shape[0] - len(words)) * self.width
+        self._bind(theta, grad, shrunk)
+        try:
+            yield Part(theta, grad, renamed, words, received, rest, self.table, self.width)
+        finally:
+            self._bind(self.space.vector, self.space.grad, 0)
+
+    def _bind(self, theta: Tensor, grad: Tensor, shrunk: int) -> None:
+        """Make the parameters views of `theta`, in which the table is so much shorter."""
+        for parameter, place in self.space.trained:
+            begin = place.start - (shrunk if place.start > self.table.start else 0)
+            size = place.stop - place.start - (shrunk if place == self.table else 0)
+            shape = (-1, self.width) if place == self.table else parameter.shape
+            parameter.grad = None  # it would have to be of the old shape
+            parameter.data = theta[begin : begin + size].view(shape)
+            parameter.grad = grad[begin : begin + size].view(shape)

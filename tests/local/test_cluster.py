@@ -1,0 +1,203 @@
+"""Training on a Ray cluster: two nodes, both on this machine, that talk over 127.0.0.1 alone."""
+
+import signal
+import sys
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+
+from polytempo import Federation, PolytempoError, Task, simulate
+from polytempo.local import Job, Trainer, make_backend
+from polytempo.strategies import PACE
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from polytempo.local.cluster import RayPool, _array, _models, processors  # noqa: E402
+
+NODE = {
+    "num_cpus": 1,
+    "object_store_memory": 80 * 2**20,
+    "node_ip_address": "127.0.0.1",
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """In a folder of its own, so that two of them (for two processes that test) do not meet."""
+    with tempfile.TemporaryDirectory(prefix="pt") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        # Ray's name for: this machine is 127.0.0.1, not its address in the network
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
+        nodes = Cluster(initialize_head=True, head_node_args=NODE)
+        try:
+            nodes.add_node(**NODE)
+            patch.setenv("RAY_ADDRESS", nodes.address)
+            yield nodes
+        finally:
+            ray.shutdown()
+            nodes.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def disconnected():
+    """One test that fails should not make others fail."""
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Federation:
+    """Models of it are too large for Ray to send them within its messages."""
+    data = "synthetic:groups=2,kind=permutation,samples=24,features=200,classes=4"
+    return Federation.load(data, clients=8, seed=1)
+
+
+def own_model() -> nn.Module:
+    """Of a class that no other process can import; with random numbers, and statistics."""
+
+    class Unlucky(Exception):
+        def __init__(self, what: str, where: int = 0) -> None:
+            super().__init__(what)
+            self.where = where
+
+    class Own(nn.Module):
+        error = Unlucky
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Dropout(0.2), nn.Linear(40, 4)
+            )
+
+        def forward(self, x):
+            if bool(self.layers[0].weight.isnan().any()):
+                raise self.error("no number", where=17)
+            return self.layers(x)
+
+    return Own()
+
+
+def run(federation, model, **settings):
+    settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
+    return simulate(federation, model=model, adapt_epochs=1, **settings)
+
+
+def assert_same(found, expected):
+    assert found.summary["messages"]["multicast"] > 0
+    assert found.summary["fingerprint"] == expected.summary["fingerprint"]
+    assert found.history == expected.history
+    for client in range(expected.simulator.federation.clients):
+        theirs = expected.model(client)
+        assert all(torch.equal(v, theirs[name]) for name, v in found.model(client).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_models_travel_as_they_are(dtype):
+    models = list(torch.randn(3, 7).to(dtype))
+    rows = _array(models)
+    rows.flags.writeable = False  # as Ray hands them over
+    for found, sent in zip(_models(rows, dtype), models, strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found, sent)
+        assert found.data_ptr() % 64 == 0
+
+
+def test_a_run_is_the_same_as_in_this_process(cluster, small):
+    expected = run(small, own_model, backend="serial")
+    terminate = signal.getsignal(signal.SIGTERM)
+    found = run(small, own_model, backend="ray", workers=2)
+    assert found.summary["backend"] == "serial on 2 Ray workers"
+    assert_same(found, expected)
+    assert found.summary["peak_rss_mb"] > expected.summary["peak_rss_mb"] + 100
+    assert signal.getsignal(signal.SIGTERM) is terminate
+    assert not ray.is_initialized()  # as before
+
+
+def test_a_batched_run_is_the_same_as_in_this_process(cluster, wide):
+    expected = run(wide, "mlp:hidden=150", backend="batched", workers=1)
+    found = run(wide, "mlp:hidden=150", backend="ray")  # as many workers as CPUs
+    assert found.summary["backend"] == "batched on 2 Ray workers"
+    assert 4 * found.summary["parameters"] > 100 * 1024
+    assert_same(found, expected)
+
+
+def test_workers_on_two_nodes_their_errors_and_their_end(cluster, small):
+    ray.init(logging_level="ERROR", log_to_driver=False)
+    solver = Trainer(own_model(), small, seed=3, buffers="reset")
+    start, task = solver.space.read(), Task(epochs=2, batch_size=8)
+    jobs = [Job(client, start, task, ("client", client)) for client in range(4)]
+    expected = solver.train_group(jobs)  # moves the statistics, which no worker may see
+    pool = RayPool(solver, 2)
+    assert len(set(pool.nodes)) == 2
+    assert set(pool.nodes) == {node["NodeID"] for node in ray.nodes()}
+
+    for worker in (0, 1):  # each answers in the order of what it was asked
+        pool.train(worker, jobs[2 * worker : 2 * worker + 1])
+        pool.train(worker, jobs[2 * worker + 1 : 2 * worker + 2])
+    answers = {0: [], 1: []}
+    for _ in range(4):
+        worker, uploads = pool.receive()
+        answers[worker] += uploads
+    found = answers[0] + answers[1]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    pool.evaluate(1, [(start, [2, 0]), (found[0], [1])])
+    scores = [solver.evaluate(start, [2, 0]), solver.evaluate(expected[0], [1])]
+    assert pool.receive() == (1, scores)
+
+    pool.train(1, [Job(0, start * torch.nan, task, ("client", 0))])
+    with pytest.raises(solver.space.module.error) as caught:
+        pool.receive()
+    assert str(caught.value) == "no number"
+    assert caught.value.where == 17
+    [note] = caught.value.__notes__
+    assert note.startswith("on Ray worker 1:\n")
+    assert 'raise self.error("no number", where=17)' in note
+
+    ray.kill(pool._actors[1])
+    pool.train(1, jobs[:1])
+    with pytest.raises(PolytempoError, match=r"^Ray worker 1 died \(.*try fewer --workers") as died:
+        pool.receive()
+    assert "\n" not in str(died.value)
+    pool.close()
+    assert ray.is_initialized()  # it was so before
+    ray.shutdown()
+
+
+def test_more_workers_than_processors(cluster, small):
+    backend = make_backend(own_model(), small, 0, name="ray", workers=3)
+    with pytest.raises(PolytempoError, match="3 workers need a CPU each, but the cluster has 2"):
+        backend.__enter__()
+    assert not ray.is_initialized()
+
+
+def test_processors_that_others_use(cluster, small, monkeypatch):
+    monkeypatch.setattr("polytempo.local.cluster._PATIENCE", 1.0)
+    assert processors() == 2
+    busy = ray.util.placement_group([{"CPU": 1}])
+    assert busy.wait(30)
+    with pytest.raises(PolytempoError, match=r"2 workers .* has 2, of which 1 are free"):
+        RayPool(Trainer(own_model(), small, 0), 2)
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_that_is_not_there(small, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with pytest.raises(PolytempoError, match="RAY_ADDRESS, which is nonsense"):
+        make_backend(own_model(), small, 0, name="ray")
+
+
+def test_without_ray(small, monkeypatch):
+    monkeypatch.delitem(sys.modules, "polytempo.local.cluster")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        PolytempoError, match=r'^backend ray needs Ray: pip install "polytempo\[ray'
+    ):
+        make_backend(own_model(), small, 0, name="ray")
