@@ -256,6 +256,16 @@ def test_what_is_mixed_in_reaches_no_row_of_weight_zero():
     assert all(made.row(client).tolist() == INITIAL for client in (0, 2, 3, 4))
 
 
+@pytest.mark.parametrize("kind", ["double", "single", "mapped"])
+def test_rows_without_weight_are_left_out_of_a_sum_even_if_infinite(kind):
+    dtype, storage, _ = KINDS[kind]
+    made = bank("zero", dtype, storage)
+    for client in range(CLIENTS):
+        made.set(client, torch.full((SIZE,), float(client), dtype=dtype))
+    made.set(2, torch.full((SIZE,), torch.inf, dtype=dtype))
+    assert made.weighted_sum(np.array([0, 0.5, 0, 0.5, 0])).tolist() == [2.0] * SIZE
+
+
 def test_mixing_with_weight_one_replaces_and_a_tiny_weight_moves_a_little():
     made = bank("zero")
     vector = torch.tensor(draw("v"), dtype=torch.float64)

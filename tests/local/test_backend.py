@@ -78,7 +78,7 @@ class Pool:
         self.solver, self.workers, self.choose = solver, workers, choose
         self.asked: list[list[tuple[str, list]]] = [[] for _ in range(workers)]
         self.log: list[tuple[str, int, list]] = []
-        self.fails: BaseException | None = None
+        self.fails: Exception | None = None
         self.memory, self.closed = 7.0, False
         self.answered: Callable[[Job], None] = lambda job: None
 
@@ -97,7 +97,7 @@ class Pool:
         streams = [job.stream for job in what] if kind == "train" else what
         self.log.append((kind, worker, streams))
 
-    def receive(self) -> tuple[int, list[Any]]:
+    def receive(self) -> tuple[int, list[Any] | Exception]:
         assert not self.closed
         busy = [worker for worker in range(self.workers) if self.asked[worker]]
         assert busy, "nobody would ever answer"
@@ -105,7 +105,7 @@ class Pool:
         kind, what = self.asked[worker].pop(0)
         if self.fails is not None:  # the answer of this worker is an error
             error, self.fails = self.fails, None
-            raise error
+            return worker, error
         if kind == "train":
             for job in what:
                 self.answered(job)
@@ -305,6 +305,20 @@ def test_what_is_asked_for_comes_before_what_is_announced():
         other = new_job()
         backend.train(other)  # never announced
         assert other.stream in shop.pool.trained()[: 2 * AHEAD + 2]
+
+
+def test_announcing_a_job_again_does_nothing():
+    shop = Workshop(workers=1)
+    with shop.backend as backend:
+        jobs = [new_job() for _ in range(AHEAD + 3)]
+        for due, job in enumerate(jobs):
+            backend.expect(job, due)
+        backend.expect(jobs[-1], due=-1)
+        assert backend.train(jobs[0]) == upload_of(jobs[0])
+        backend.drain()
+        for job in jobs[1:]:
+            assert backend.train(job) == upload_of(job)
+        assert shop.pool.trained() == [job.stream for job in jobs]
 
 
 def test_in_this_process_nothing_is_begun_before_it_is_asked_for():
@@ -525,15 +539,17 @@ def test_results_that_are_there_survive_the_workers():
 
 def test_new_workers_go_on_with_what_the_old_ones_left():
     shop = Workshop(workers=2)
-    jobs = [new_job() for _ in range(10)]
-    for round_ in range(5):
+    jobs = [new_job() for _ in range(4)]
+    for job in jobs:
+        shop.backend.expect(job)
+    for _ in range(3):
         with shop.backend as backend:
-            for job in jobs:
-                backend.expect(job)
-            for job in jobs[2 * round_ : 2 * round_ + 2]:
-                assert backend.train(job) == upload_of(job)
-    assert len(shop.pools) == 5
-    assert all(pool.closed for pool in shop.pools)
+            assert sorted(shop.pool.trained()) == [job.stream for job in jobs]
+        assert shop.pool.closed
+    with backend:
+        assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
+    assert len(shop.pools) == 4
+    assert not shop.solver.groups
 
 
 def test_only_the_outermost_context_stops_the_workers():

@@ -10,6 +10,7 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Task, simulate
 from polytempo.local import Job, Trainer, make_backend
+from polytempo.simulation import Simulator
 from polytempo.strategies import PACE
 
 ray = pytest.importorskip("ray")
@@ -82,21 +83,9 @@ def own_model() -> nn.Module:
                 raise self.error("no number", where=17)
             return self.layers(x)
 
-    return Own()
-
-
-def run(federation, model, **settings):
-    settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
-    return simulate(federation, model=model, adapt_epochs=1, **settings)
-
-
-def assert_same(found, expected):
-    assert found.summary["messages"]["multicast"] > 0
-    assert found.summary["fingerprint"] == expected.summary["fingerprint"]
-    assert found.history == expected.history
-    for client in range(expected.simulator.federation.clients):
-        theirs = expected.model(client)
-        assert all(torch.equal(v, theirs[name]) for name, v in found.model(client).items())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Own()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -110,65 +99,79 @@ def test_models_travel_as_they_are(dtype):
         assert found.data_ptr() % 64 == 0
 
 
-def test_a_run_is_the_same_as_in_this_process(cluster, small):
-    expected = run(small, own_model, backend="serial")
+def assert_same(found: Simulator, expected: Simulator) -> None:
+    assert found.messages["multicast"] > 0
+    assert found.fingerprint == expected.fingerprint
+    assert found.history == expected.history
+    for client in range(expected.federation.clients):
+        assert torch.equal(found.strategy.model_for(client), expected.strategy.model_for(client))
+
+
+def test_a_batched_run_is_the_same_as_in_this_process(cluster, wide):
+    def run(**settings):
+        settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
+        return simulate(wide, model="mlp:hidden=150", adapt_epochs=1, **settings)
+
+    expected = run(backend="batched", workers=1)
     terminate = signal.getsignal(signal.SIGTERM)
-    found = run(small, own_model, backend="ray", workers=2)
-    assert found.summary["backend"] == "serial on 2 Ray workers"
-    assert_same(found, expected)
+    found = run(backend="ray")  # as many workers as CPUs
+    assert found.summary["backend"] == "batched on 2 Ray workers"
+    assert 4 * found.summary["parameters"] > 100 * 1024
+    assert_same(found.simulator, expected.simulator)
     assert found.summary["peak_rss_mb"] > expected.summary["peak_rss_mb"] + 100
     assert signal.getsignal(signal.SIGTERM) is terminate
     assert not ray.is_initialized()  # as before
 
 
-def test_a_batched_run_is_the_same_as_in_this_process(cluster, wide):
-    expected = run(wide, "mlp:hidden=150", backend="batched", workers=1)
-    found = run(wide, "mlp:hidden=150", backend="ray")  # as many workers as CPUs
-    assert found.summary["backend"] == "batched on 2 Ray workers"
-    assert 4 * found.summary["parameters"] > 100 * 1024
-    assert_same(found, expected)
+def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster, small):
+    """All on one pool, which takes seconds to start."""
+    task = Task(epochs=2, batch_size=8)
 
+    def simulated(backend):
+        options = {"task": task, "adapt_epochs": 1, "seed": 3, "backend": backend}
+        simulator = Simulator(small, backend.solver.space.module, PACE(omega=4), **options)
+        simulator.run(40)
+        return simulator
 
-def test_workers_on_two_nodes_their_errors_and_their_end(cluster, small):
     ray.init(logging_level="ERROR", log_to_driver=False)
-    solver = Trainer(own_model(), small, seed=3, buffers="reset")
-    start, task = solver.space.read(), Task(epochs=2, batch_size=8)
+    alone = make_backend(own_model(), small, 3, "reset", name="serial")
+    backend = make_backend(own_model(), small, 3, "reset", name="ray", workers=2)
+    start = backend.solver.space.read()
     jobs = [Job(client, start, task, ("client", client)) for client in range(4)]
-    expected = solver.train_group(jobs)  # moves the statistics, which no worker may see
-    pool = RayPool(solver, 2)
-    assert len(set(pool.nodes)) == 2
-    assert set(pool.nodes) == {node["NodeID"] for node in ray.nodes()}
+    backend.solver.train_group(jobs)  # moves the statistics, which no worker may see
+    backend.solver.space.vector.copy_(start)
+    with (
+        pytest.raises(PolytempoError, match=r"^Ray worker 1 died \(.*try fewer --w") as died,
+        backend,
+    ):
+        pool = backend.pool
+        assert isinstance(pool, RayPool)
+        assert set(pool.nodes) == {node["NodeID"] for node in ray.nodes()}
+        assert len(set(pool.nodes)) == 2
+        assert_same(simulated(backend), simulated(alone))
 
-    for worker in (0, 1):  # each answers in the order of what it was asked
-        pool.train(worker, jobs[2 * worker : 2 * worker + 1])
-        pool.train(worker, jobs[2 * worker + 1 : 2 * worker + 2])
-    answers = {0: [], 1: []}
-    for _ in range(4):
-        worker, uploads = pool.receive()
-        answers[worker] += uploads
-    found = answers[0] + answers[1]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    pool.evaluate(1, [(start, [2, 0]), (found[0], [1])])
-    scores = [solver.evaluate(start, [2, 0]), solver.evaluate(expected[0], [1])]
-    assert pool.receive() == (1, scores)
+        for worker in (0, 1):  # each answers in the order of what it was asked
+            pool.train(worker, jobs[2 * worker : 2 * worker + 1])
+            pool.train(worker, jobs[2 * worker + 1 : 2 * worker + 2])
+        answers = {0: [], 1: []}
+        for _ in range(4):
+            worker, uploads = pool.receive()
+            answers[worker] += uploads
+        expected = alone.solver.train_group(jobs)
+        assert all(map(torch.equal, answers[0] + answers[1], expected))
 
-    pool.train(1, [Job(0, start * torch.nan, task, ("client", 0))])
-    with pytest.raises(solver.space.module.error) as caught:
-        pool.receive()
-    assert str(caught.value) == "no number"
-    assert caught.value.where == 17
-    [note] = caught.value.__notes__
-    assert note.startswith("on Ray worker 1:\n")
-    assert 'raise self.error("no number", where=17)' in note
+        with pytest.raises(backend.solver.space.module.error) as caught:
+            backend.train(Job(0, start * torch.nan, task, ("client", 0)))
+        assert (str(caught.value), caught.value.where) == ("no number", 17)
+        [note] = caught.value.__notes__
+        assert note.startswith("on Ray worker ")
+        assert 'raise self.error("no number", where=17)' in note
 
-    ray.kill(pool._actors[1])
-    pool.train(1, jobs[:1])
-    with pytest.raises(PolytempoError, match=r"^Ray worker 1 died \(.*try fewer --workers") as died:
+        ray.kill(pool._actors[1])
+        pool.train(1, jobs[:1])
         pool.receive()
     assert "\n" not in str(died.value)
-    pool.close()
-    assert ray.is_initialized()  # it was so before
-    ray.shutdown()
+    assert ray.is_initialized()  # as before
 
 
 def test_more_workers_than_processors(cluster, small):

@@ -36,8 +36,9 @@ class Pool(Protocol):
 
     def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None: ...
 
-    def receive(self) -> tuple[int, list[Any]]:
-        """Wait for an answer: the worker, and its uploads or lists of scores."""
+    def receive(self) -> tuple[int, list[Any] | Exception]:
+        """Wait for an answer: the worker, and its uploads or lists of scores, or what went wrong
+        there."""
         ...
 
     def peak_memory(self) -> float:
@@ -60,7 +61,9 @@ class Backend:
         self.pool: Pool | None = None
         self._start, self._entered = start, 0
         self._counter = itertools.count()
-        self._waiting: list[tuple[float, int, Job]] = []  # a heap; some entries are void
+        # a heap of announced jobs, by identity; some entries are void, and one may have come to
+        # mean another job, which is then begun too early: no harm
+        self._waiting: list[tuple[float, int, int]] = []
         self._announced: dict[int, Job] = {}  # and not handed out yet, by identity
         self._begun: dict[int, Job] = {}
         self._done: dict[int, Tensor] = {}
@@ -82,11 +85,11 @@ class Backend:
         self._entered -= 1
         if self._entered or self.pool is None:
             return
-        pool, self.pool = self.pool, None
+        pool, self.pool, self._asked = self.pool, None, []
         pool.close()
         self._begun = {key: job for key, job in self._begun.items() if key in self._done}
-        left = [job for key, job in self._announced.items() if key not in self._begun]
-        self._waiting = [(0.0, next(self._counter), job) for job in left]
+        left = [key for key in self._announced if key not in self._begun]
+        self._waiting = [(0.0, next(self._counter), key) for key in left]
 
     @property
     def width(self) -> int:
@@ -97,7 +100,7 @@ class Backend:
         """The result of this job will be asked for, at about that time."""
         if id(job) not in self._announced:
             self._announced[id(job)] = job
-            heapq.heappush(self._waiting, (due, next(self._counter), job))
+            self._queue(job, due)
             self._feed()
 
     def forget(self, job: Job) -> None:
@@ -111,11 +114,15 @@ class Backend:
         """The upload of this job, announced or not."""
         self._announced[id(job)] = job
         if id(job) not in self._begun:
-            heapq.heappush(self._waiting, (-math.inf, next(self._counter), job))
+            self._queue(job, -math.inf)
         while id(job) not in self._done:
             if self.pool is None:
                 group = self._next_group(self.solver.group)
-                self._finish(group, self.solver.train_group(group))
+                try:
+                    self._finish(group, self.solver.train_group(group))
+                except BaseException:
+                    self._give_up(group)
+                    raise
             else:
                 self._feed()
                 self._receive()
@@ -181,6 +188,9 @@ class Backend:
         assert self.pool is not None
         worker, answers = self.pool.receive()
         asked = self._asked[worker].popleft()
+        if isinstance(answers, Exception):
+            self._give_up(asked)
+            raise answers
         if isinstance(asked[0], Job):
             self._finish(asked, answers)
         else:
@@ -188,15 +198,24 @@ class Backend:
 
     # -- jobs ----------------------------------------------------------------------------------
 
+    def _queue(self, job: Job, due: float) -> None:
+        if len(self._waiting) > 2 * len(self._announced):  # most of it is void
+            self._waiting = [entry for entry in self._waiting if self._is_waiting(entry[-1])]
+            heapq.heapify(self._waiting)
+        heapq.heappush(self._waiting, (due, next(self._counter), id(job)))
+
+    def _is_waiting(self, key: int) -> bool:
+        return key in self._announced and key not in self._begun
+
     def _next_group(self, most: int) -> list[Job]:
         """The jobs that are due first, as many as can be done together."""
         group: list[Job] = []
-        others: list[tuple[float, int, Job]] = []
+        others: list[tuple[float, int, int]] = []
         while self._waiting and len(group) < most and len(others) < 2 * self.solver.group:
             entry = heapq.heappop(self._waiting)
-            job = entry[-1]
-            if id(job) not in self._announced or id(job) in self._begun:
+            if not self._is_waiting(entry[-1]):
                 continue
+            job = self._announced[entry[-1]]
             if group and self.solver.kind(job) != self.solver.kind(group[0]):
                 others.append(entry)
                 continue
@@ -212,3 +231,8 @@ class Backend:
                 self._done[id(job)] = upload
             else:
                 del self._begun[id(job)]  # forgotten meanwhile
+
+    def _give_up(self, group: Sequence[Job] | Sequence[int]) -> None:
+        """Nothing came of this group; whoever asks for one of its jobs again begins anew."""
+        for job in group:
+            self._begun.pop(id(job), None)

@@ -71,7 +71,11 @@ class RayPool:
             self._shared = ray.put(_copied(solver)), ray.put(_arrays(solver.federation))
             for worker in range(workers):
                 self._ask(worker, "start", type(solver), *self._shared, solver.seed, solver.buffers)
-            self.nodes: list[str] = [self._answer(worker) for worker in range(workers)]
+            answers = [self._answer(worker) for worker in range(workers)]
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            self.nodes: list[str] = answers
         except (ImportError, exceptions.RaySystemError) as error:
             self.close()
             raise PolytempoError(
@@ -90,7 +94,7 @@ class RayPool:
         rows = _array([model for model, _ in models])
         self._ask(worker, "evaluate", rows, [clients for _, clients in models])
 
-    def receive(self) -> tuple[int, list[Any]]:
+    def receive(self) -> tuple[int, list[Any] | Exception]:
         oldest = {asked[0]: worker for worker, asked in enumerate(self._asked) if asked}
         [first], _ = ray.wait(list(oldest))
         answer = self._answer(oldest[first])
@@ -116,13 +120,13 @@ class RayPool:
         self._asked[worker].append(getattr(self._actors[worker], method).remote(*details))
 
     def _answer(self, worker: int) -> Any:
-        """Wait for the oldest answer of this worker."""
+        """Wait for the oldest answer of this worker: what it found, or what went wrong there."""
         try:
             return ray.get(self._asked[worker].popleft())
         except exceptions.RayTaskError as error:
             trace = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray paints it
             error.cause.add_note(f"on Ray worker {worker}:\n{trace}")
-            raise error.cause from None
+            return error.cause
         except _LOST as error:
             self.close()
             raise PolytempoError(

@@ -75,7 +75,7 @@ class Processes:
             row.copy_(model)
         self._send(worker, ("evaluate", place, [clients for _, clients in models]))
 
-    def receive(self) -> tuple[int, list[Any]]:
+    def receive(self) -> tuple[int, list[Any] | Exception]:
         pipe = wait(self._pipes)[0]
         assert isinstance(pipe, Connection)
         worker = self._pipes.index(pipe)
@@ -110,11 +110,9 @@ class Processes:
 
     def _answer(self, worker: int) -> tuple[int, Any]:
         try:
-            place, answer, error = self._pipes[worker].recv()
+            place, answer = self._pipes[worker].recv()
         except (EOFError, ConnectionResetError):
             self._died(worker)
-        if error is not None:
-            raise error
         return place, answer
 
     def _died(self, worker: int) -> NoReturn:
@@ -145,7 +143,6 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
         except (EOFError, OSError):
             return
         answer: Any = None
-        error = None
         try:
             if kind == "train":
                 jobs = [
@@ -162,9 +159,9 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
             else:
                 answer = [max(0.0, peak_memory() - before, private_memory())]
         except Exception as caught:  # goes to the parent, which raises it
-            error = _portable(caught)
+            answer = _portable(caught)
         try:
-            pipe.send((place, answer, error))
+            pipe.send((place, answer))
         except BrokenPipeError:
             return  # nobody waits for it any more
 

@@ -382,17 +382,21 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widths(module: nn.Module) -> list[int]:
-    """Features, units of each layer, classes; empty if the module is no stack."""
-    if not isinstance(module, nn.Sequential):
+    """Features, units of each layer, classes; empty if the module is no stack, or might compute
+    anything else than a stack does (subclasses, hooks, a layer that is used twice)."""
+    if type(module) is not nn.Sequential:
         return []
     layers = list(module)
-    if layers and isinstance(layers[0], nn.Flatten):
+    if layers and type(layers[0]) is nn.Flatten and layers[0].start_dim == 1:
         layers = layers[1:]
-    dense = [layer for layer in layers[0::2] if isinstance(layer, nn.Linear)]
-    between = [layer for layer in layers[1::2] if isinstance(layer, nn.ReLU)]
+    dense = [layer for layer in layers[0::2] if type(layer) is nn.Linear]
+    between = [layer for layer in layers[1::2] if type(layer) is nn.ReLU]
     if len(dense) != len(between) + 1 or len(dense) + len(between) != len(layers):
         return []
-    if any(layer.bias is None for layer in dense):
+    if len(set(map(id, dense))) < len(dense) or any(layer.bias is None for layer in dense):
+        return []
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(part, hook) for part in module.modules() for hook in hooks):
         return []
     return [dense[0].in_features, *(layer.out_features for layer in dense)]
 

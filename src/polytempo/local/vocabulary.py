@@ -77,15 +77,15 @@ class Vocabulary:
         rows = received[self.table].view(-1, self.width)
         squares = rows.square().sum(1, dtype=torch.float64)
         squares[words] = 0
-        rest = float(squares.sum().sqrt())
+        rest = squares.sum().sqrt().to(received.dtype)
         before, after = received[: self.table.start], received[self.table.stop :]
-        theta = torch.cat([before, rows[words].flatten(), after, received.new_tensor([rest])])
+        theta = torch.cat([before, rows[words].flatten(), after, rest[None]])
         grad = torch.zeros_like(theta)
         renamed = numbers[1:].view_as(tokens)
         shrunk = (rows.shape[0] - len(words)) * self.width
         self._bind(theta, grad, shrunk)
         try:
-            yield Part(theta, grad, renamed, words, received, rest, self.table, self.width)
+            yield Part(theta, grad, renamed, words, received, float(rest), self.table, self.width)
         finally:
             self._bind(self.space.vector, self.space.grad, 0)
 

@@ -1,0 +1,428 @@
+"""Training ahead of time shows in no result: not in the events, not in a bit of a model."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polytempo import STRATEGIES, Federation, Strategy, Task
+from polytempo.local import Backend, Job, Score, Trainer, make_backend
+from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation.devices import Exponential, Links, TwoSpeed
+from polytempo.simulation.dropout import Delay, Drop, Leave
+from polytempo.simulation.metrics import over_clients
+from polytempo.storage import load_state, save_state
+from polytempo.strategies import PACE, FedAsync, FedAvg, FedBuff, Standalone
+
+TASK = Task(epochs=2, batch_size=4, lr=0.05)
+SLOW = Links(low=8e-6 * 2000, high=8e-6 * 4000)  # a model takes some tenths of a second
+forking = pytest.mark.skipif("fork" not in mp.get_all_start_methods(), reason="needs fork")
+
+
+def module() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4))
+
+
+class Restless(FedAsync):
+    """Refreshes clients that are two rounds behind and stops those that are five behind."""
+
+    state: ClassVar = ("model",)
+
+    def refresh(self, in_flight):
+        return [flight.client for flight in in_flight if flight.staleness.rounds == 2]
+
+    def urgent(self, in_flight):
+        return [flight.client for flight in in_flight if flight.staleness.rounds == 5]
+
+
+class World(NamedTuple):
+    strategy: Callable[[], Strategy]
+    happens: set[str]  # events that must occur, or the world is not what it says
+    options: dict[str, Any]
+
+
+SPEEDS = TwoSpeed(factor=9.0)
+WORLDS = {
+    "pace": World(lambda: PACE(omega=15), {"restart"}, {"devices": SPEEDS}),
+    "pace, all refreshed": World(lambda: PACE(omega=2), {"restart"}, {"slots": 6}),
+    "pace, slow network": World(
+        lambda: PACE(omega=8),
+        {"restart", "missed"},
+        {"devices": SPEEDS, "network": SLOW, "slots": 4},
+    ),
+    "pace, losses": World(
+        lambda: PACE(omega=8),
+        {"restart", "drop"},
+        {"devices": Exponential(beta=3.0), "dropout": Drop(probability=0.3), "slots": 5},
+    ),
+    "pace, some leave": World(
+        lambda: PACE(omega=4),
+        {"restart", "drop", "leave"},
+        {"devices": SPEEDS, "dropout": Leave(at=0.25, share=0.5), "slots": 6},
+    ),
+    "fedavg": World(FedAvg, set(), {"slots": 3, "dropout": Delay(probability=0.3)}),
+    "fedavg, losses": World(FedAvg, {"drop"}, {"slots": 4, "dropout": Drop(probability=0.3)}),
+    "fedbuff": World(
+        lambda: FedBuff(buffer_size=3), set(), {"devices": Exponential(beta=3.0), "slots": 5}
+    ),
+    "fedasync": World(FedAsync, set(), {"devices": SPEEDS, "network": SLOW, "slots": 5}),
+    "standalone": World(Standalone, set(), {"devices": Exponential(beta=3.0)}),
+    "restless": World(
+        Restless,
+        {"restart", "urgent"},
+        {"devices": SPEEDS, "slots": 6, "task": Task(epochs=4, batch_size=4, lr=0.05)},
+    ),
+}
+
+
+class Run(NamedTuple):
+    fingerprint: str
+    history: list[dict]
+    log: list[dict]
+    models: list[Tensor]
+
+
+def simulator(fed: Federation, world: World, backend: Backend, **more) -> Simulator:
+    options = {"task": TASK, "adapt_epochs": 1, "eval_every": 7, "check": True}
+    return Simulator(
+        fed, module(), world.strategy(), **(options | world.options | more), backend=backend
+    )
+
+
+def backend_of(fed: Federation, name: str, workers: int | None = None) -> Backend:
+    return make_backend(module(), fed, 0, name=name, workers=workers)
+
+
+def whole_run(fed: Federation, world: World, backend: Backend, rounds: int = 35) -> Run:
+    simulation, log = simulator(fed, world, backend), []
+    simulation.observers.append(log.append)
+    assert simulation.run(rounds)
+    assert simulation.server.round == rounds
+    assert world.happens <= {event["event"] for event in log}
+    return Run(simulation.fingerprint, simulation.history, log, models_of(simulation))
+
+
+def models_of(simulation: Simulator) -> list[Tensor]:
+    clients = range(simulation.federation.clients)
+    return [simulation.strategy.model_for(client).clone() for client in clients]
+
+
+def assert_same(a: Run, b: Run) -> None:
+    assert a.log == b.log
+    assert a.history == b.history
+    assert a.fingerprint == b.fingerprint
+    for mine, theirs in zip(a.models, b.models, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# -- the same run, whoever trains ---------------------------------------------------------------
+
+
+@forking
+@pytest.mark.parametrize("name", WORLDS)
+def test_workers_change_nothing(small, name):
+    serial = whole_run(small, WORLDS[name], backend_of(small, "serial"))
+    assert any(not torch.equal(model, serial.models[0]) for model in serial.models) == (
+        not WORLDS[name].strategy().single_model
+    )
+    for workers in (1, 2, 3):
+        assert_same(whole_run(small, WORLDS[name], backend_of(small, "processes", workers)), serial)
+
+
+def without_scores(log: Sequence[dict]) -> list[dict]:
+    return [{k: v for k, v in event.items() if k not in ("accuracy", "loss")} for event in log]
+
+
+@forking
+@pytest.mark.parametrize("name", WORLDS)
+def test_batches_change_nothing_but_the_last_digits(small, name):
+    serial = whole_run(small, WORLDS[name], backend_of(small, "serial"))
+    backend = backend_of(small, "batched", 1)
+    assert backend.solver.group > 1
+    batched = whole_run(small, WORLDS[name], backend)
+    assert_same(whole_run(small, WORLDS[name], backend_of(small, "batched", 2)), batched)
+    assert without_scores(batched.log) == without_scores(serial.log)
+    for mine, theirs in zip(batched.models, serial.models, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    for mine, theirs in zip(batched.history, serial.history, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+# -- interrupted runs ---------------------------------------------------------------------------
+
+
+def after(events: int) -> Callable[[], bool]:
+    """Says stop after so many events."""
+    left = [events]
+
+    def stop() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    return stop
+
+
+def run_in_pieces(
+    fed: Federation,
+    world: World,
+    backends: Sequence[tuple[str, int | None]],
+    events: int,
+    path,
+) -> Run:
+    """Stopped after so many events, saved, and continued by the next backend (in turn)."""
+    log: list[dict] = []
+    for piece in range(1000):
+        name, workers = backends[piece % len(backends)]
+        simulation = simulator(fed, world, backend_of(fed, name, workers))
+        simulation.observers.append(log.append)
+        if piece:
+            restore(simulation, load_state(path))
+        if simulation.run(35, stop=after(events)):
+            assert piece >= len(backends)
+            return Run(simulation.fingerprint, simulation.history, log, models_of(simulation))
+        save_state(path, snapshot(simulation))
+    raise AssertionError("the run does not end")
+
+
+@forking
+@pytest.mark.parametrize(
+    "name", ["pace", "pace, slow network", "pace, some leave", "fedavg", "fedbuff", "restless"]
+)
+def test_a_run_goes_on_with_another_backend(small, name, tmp_path):
+    whole = whole_run(small, WORLDS[name], backend_of(small, "serial"))
+    backends = [("serial", None), ("processes", 2), ("processes", 3), ("processes", 1)]
+    pieces = run_in_pieces(small, WORLDS[name], backends, 9, tmp_path / "state")
+    assert_same(pieces, whole)
+
+
+@forking
+@pytest.mark.parametrize("name", ["pace", "standalone"])
+def test_a_batched_run_goes_on_with_another_number_of_workers(small, name, tmp_path):
+    whole = whole_run(small, WORLDS[name], backend_of(small, "batched", 2))
+    backends = [("batched", 1), ("batched", 2)]
+    assert_same(run_in_pieces(small, WORLDS[name], backends, 11, tmp_path / "state"), whole)
+
+
+@forking
+def test_the_same_simulation_can_be_run_on_and_on(small):
+    """Workers come and go with every call; what they had begun is not lost or mixed up."""
+    whole = whole_run(small, WORLDS["pace"], backend_of(small, "serial"))
+    simulation, log = simulator(small, WORLDS["pace"], backend_of(small, "processes", 2)), []
+    simulation.observers.append(log.append)
+    while not simulation.run(35, stop=after(6)):
+        assert not mp.active_children()
+    assert_same(Run(simulation.fingerprint, simulation.history, log, models_of(simulation)), whole)
+
+
+# -- what is trained, and how often -------------------------------------------------------------
+
+
+class Eager:
+    """Stands for so many workers that every job is begun, and done, the moment it is announced."""
+
+    workers = 100
+
+    def __init__(self, solver: Trainer) -> None:
+        self.solver = solver
+        self.jobs: list[Job] = []
+        self.answers: list[tuple[int, list]] = []
+
+    def train(self, worker: int, jobs: Sequence[Job]) -> None:
+        self.jobs += jobs
+        self.answers.append((worker, self.solver.train_group(jobs)))
+
+    def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        self.answers.append((worker, [self.solver.evaluate(*model) for model in models]))
+
+    def receive(self) -> tuple[int, list]:
+        return self.answers.pop(0)
+
+    def peak_memory(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+
+def eager_run(fed: Federation, name: str) -> tuple[Run, list[Job], Backend]:
+    solver = Trainer(module(), fed, 0)
+    pools: list[Eager] = []
+
+    def start() -> Eager:
+        pools.append(Eager(solver))
+        return pools[-1]
+
+    backend = Backend(solver, start)
+    run = whole_run(fed, WORLDS[name], backend)
+    [pool] = pools
+    return run, [job for job in pool.jobs if job.stream[0] == "client"], backend
+
+
+def of_kind(log: Sequence[dict], kind: str) -> list[dict]:
+    return [event for event in log if event["event"] == kind]
+
+
+@pytest.mark.parametrize("name", ["pace", "pace, all refreshed", "pace, slow network"])
+def test_a_multicast_makes_its_clients_job_be_done_again_and_no_other(small, name):
+    run, jobs, backend = eager_run(small, name)
+    assert_same(run, whole_run(small, WORLDS[name], backend_of(small, "serial")))
+    dispatches, restarts = of_kind(run.log, "dispatch"), of_kind(run.log, "restart")
+    assert len(restarts) >= 5
+    first: dict[int, int] = {}  # of each dispatch or multicast: the dispatch that began it all
+    wanted: list[tuple[int, int, int]] = []
+    for event in run.log:
+        if event["event"] == "dispatch":
+            first[event["dispatch"]] = event["dispatch"]
+            wanted.append((event["client"], event["dispatch"], 0))
+        elif event["event"] == "restart":
+            first[event["dispatch"]] = first[event["replaces"]]
+            wanted.append((event["client"], first[event["dispatch"]], event["step"]))
+    found = [(job.client, job.stream[3], job.first_step) for job in jobs]
+    assert found == wanted
+    assert len(found) == len(dispatches) + len(restarts)
+    assert backend.wasted == len(restarts)
+
+
+def test_urgent_requests_make_a_job_be_done_again_only_if_they_shorten_it(small):
+    run, jobs, backend = eager_run(small, "restless")
+    assert_same(run, whole_run(small, WORLDS["restless"], backend_of(small, "serial")))
+    shortened = [job for job in jobs if job.last_step is not None]
+    assert shortened
+    restarts = of_kind(run.log, "restart")
+    stops = len(jobs) - len(of_kind(run.log, "dispatch")) - len(restarts)
+    assert 0 < stops <= len(of_kind(run.log, "urgent"))
+    assert backend.wasted == len(restarts) + stops
+
+
+@pytest.mark.parametrize("name", ["pace, losses", "pace, some leave", "fedavg, losses"])
+def test_what_is_certain_to_be_lost_is_not_trained(small, name):
+    run, jobs, backend = eager_run(small, name)
+    assert_same(run, whole_run(small, WORLDS[name], backend_of(small, "serial")))
+    drops = of_kind(run.log, "drop")
+    times = Counter(job.stream[3] for job in jobs)
+    if "leave" in name:  # nobody knew: begun, and not needed
+        last = {event["dispatch"]: event for event in of_kind(run.log, "restart")}
+        restarts = len(last)
+        assert backend.wasted == restarts + len(drops)
+        assert all(times[event["dispatch"]] for event in drops if event["dispatch"] not in last)
+    else:
+        assert not any(times[event["dispatch"]] for event in drops)
+    assert len(drops) > 0
+
+
+def test_workers_train_ahead_in_the_order_in_which_updates_are_due(small):
+    """With one place only, what is begun next is what arrives next."""
+
+    class Single(Eager):
+        workers = 1
+
+    solver = Trainer(module(), small, 0)
+    pools: list[Single] = []
+
+    def start() -> Single:
+        pools.append(Single(solver))
+        return pools[-1]
+
+    world = WORLDS["fedavg"]
+    simulation, log = simulator(small, world, Backend(solver, start), adapt_epochs=0), []
+    simulation.observers.append(log.append)
+    simulation.run(30)
+    uploads = [event["dispatch"] for event in of_kind(log, "upload")]
+    begun = [job.stream[3] for job in pools[0].jobs]
+    assert sorted(begun) == sorted(set(begun))
+    assert simulation.backend.wasted == 0
+    # each cohort of three: the first two are begun at once, the third when there is a place
+    assert {frozenset(begun[k : k + 3]) for k in range(0, 30, 3)} == {
+        frozenset(uploads[k : k + 3]) for k in range(0, 30, 3)
+    }
+
+
+# -- evaluation ---------------------------------------------------------------------------------
+
+
+class Watched(Backend):
+    """Remembers which clients were looked at."""
+
+    def __init__(self, fed: Federation) -> None:
+        super().__init__(Trainer(module(), fed, 0))
+        self.looked: list[list[int]] = []
+
+    def evaluate(self, models) -> list[list[Score]]:
+        models = list(models)
+        self.looked.append([client for _, clients in models for client in clients])
+        return super().evaluate(models)
+
+
+def test_only_clients_whose_model_has_changed_are_evaluated(small):
+    backend = Watched(small)
+    world = WORLDS["standalone"]
+    simulation = simulator(small, world, backend, adapt_epochs=0, eval_every=3)
+    log: list[dict] = []
+    simulation.observers.append(log.append)
+    simulation.run(30)
+    since: set[int] = set(range(8))
+    expected = []
+    for event in log:
+        if event["event"] == "upload":
+            since.add(event["client"])
+        elif event["event"] == "evaluate":
+            expected.append(sorted(since))
+            since.clear()
+    assert backend.looked == expected
+    assert len(expected) == 11
+    assert min(len(clients) for clients in expected) < 3  # some came twice
+
+
+def test_a_single_model_is_evaluated_once_a_version(small):
+    backend = Watched(small)
+    simulation = simulator(small, WORLDS["fedbuff"], backend, adapt_epochs=0, eval_every=1)
+    simulation.run(31)
+    assert len(simulation.history) == 32
+    assert backend.looked == [list(range(8))] * (1 + simulation.server.version)
+    assert simulation.server.version == 10
+    assert len({row["loss"] for row in simulation.history}) == 11
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, name):
+    world = World(lambda: STRATEGIES.create(name), set(), {"devices": SPEEDS, "slots": 4})
+    simulation = simulator(
+        small, world, backend_of(small, "serial"), adapt_epochs=0, eval_every=1, task=TASK
+    )
+    fresh, seen = Trainer(module(), small, 0), []
+
+    def compare(event: dict) -> None:
+        if event["event"] == "evaluate":
+            scores = [
+                fresh.evaluate(simulation.strategy.model_for(client), [client])[0]
+                for client in range(8)
+            ]
+            row = simulation.history[-1]
+            assert row | over_clients(scores) == row
+            seen.append(event["loss"])
+
+    simulation.observers.append(compare)
+    simulation.run(30)
+    assert len(set(seen)) > 4
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_does_not_trust_old_scores(small, tmp_path):
+    world = WORLDS["standalone"]
+    first = simulator(small, world, Watched(small), adapt_epochs=0, eval_every=1)
+    first.run(10)
+    save_state(tmp_path / "state", snapshot(first))
+    second = simulator(small, world, Watched(small), adapt_epochs=0, eval_every=1)
+    second.run(3)  # has scores of its own by now
+    restore(second, load_state(tmp_path / "state"))
+    second.run(14)
+    first.run(14)
+    assert first.fingerprint == second.fingerprint
+    assert first.history == second.history
