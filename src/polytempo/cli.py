@@ -451,8 +451,7 @@ def _show_bench(found: dict[str, Any]) -> None:
     )
     rows = [
         {
-            "one update of": row["case"],
-            "parameters": f"{row['parameters']:,}",
+            "one update": f"{row['case']}, {row['strategy']}",
             "plain loop": f"{row['plain_ms']:,.1f} ms",
             f"{row['workers']} workers": f"{row['ours_ms']:,.1f} ms",
             "ratio": f"{row['ratio']:.2f}",

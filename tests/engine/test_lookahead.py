@@ -217,7 +217,7 @@ def test_the_same_simulation_can_be_run_on_and_on(small):
     whole = whole_run(small, WORLDS["pace"], backend_of(small, "serial"))
     simulation, log = simulator(small, WORLDS["pace"], backend_of(small, "processes", 2)), []
     simulation.observers.append(log.append)
-    while not simulation.run(35, stop=after(6)):
+    while not simulation.run(35, stop=after(9)):
         assert not mp.active_children()
     assert_same(Run(simulation.fingerprint, simulation.history, log, models_of(simulation)), whole)
 

@@ -27,7 +27,8 @@ class Case:
     plain: Callable[[], nn.Module]
     make: Callable[[int, np.random.Generator], tuple[Tensor, int]]  # samples, and classes
     lr: float = 0.01
-    arrivals: int = 200  # of one repeat; all clients are evaluated at its end
+    arrivals: int = 200  # of one turn; all clients are evaluated at its end
+    strategies: tuple[str, ...] = ("pace",)
 
     def federation(self) -> Federation:
         """A hundred clients of 400 to 600 samples, three quarters of them for training."""
@@ -90,6 +91,6 @@ def _texts(size: int, stream: np.random.Generator) -> tuple[Tensor, int]:
 
 CASES = {
     "lenet": Case("lenet", plain_lenet, _images),
-    "mlp": Case("mlp:hidden=300", plain_mlp, _windows, lr=0.001),
-    "textcnn": Case("textcnn", PlainTextCNN, _texts, arrivals=60),
+    "mlp": Case("mlp:hidden=300", plain_mlp, _windows, lr=0.001, strategies=("pace", "fedasync")),
+    "textcnn": Case("textcnn", PlainTextCNN, _texts, arrivals=30),
 }

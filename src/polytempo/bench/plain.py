@@ -1,4 +1,5 @@
-"""The yardstick: asynchronous PACE as one writes it by hand in plain torch, in one process.
+"""The yardstick: asynchronous PACE as one writes it by hand in plain torch, in one process; and
+FedAsync, whose server has next to nothing to do.
 
 A DataLoader, an optimiser, autograd; the server's arithmetic by rows. Nothing here is slow on
 purpose: the graph has its closed form, the models are rows of one tensor, samples are ready for
@@ -82,3 +83,14 @@ class PlainLoop:
 
     def _y(self, shard: slice) -> Tensor:
         return self.federation.y[shard]
+
+
+class PlainFedAsync(PlainLoop):
+    """The same with one model for all."""
+
+    def __init__(self, module: nn.Module, federation: Federation, lr: float) -> None:
+        super().__init__(module, federation, lr)
+        self.moved = torch.zeros(1, len(self.initial)).expand(federation.clients, -1)
+
+    def fold(self, client: int, theta: Tensor) -> None:
+        self.moved[0].lerp_(theta - self.initial, 0.6 * (1 + STALENESS) ** -0.5)

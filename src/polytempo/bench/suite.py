@@ -45,10 +45,13 @@ def run_bench(
             "scale": [],
         }
         for name in (part for part in parts if part in CASES):
-            watch(name)
-            arrivals = 20 if quick else None
-            measured = measure_training(name, workers=workers, repeats=repeats, arrivals=arrivals)
-            found["training"].append(measured)
+            for strategy in CASES[name].strategies:
+                watch(f"{name}, {strategy}")
+                arrivals = 20 if quick else None
+                measured = measure_training(
+                    name, strategy, workers=workers, repeats=repeats, arrivals=arrivals
+                )
+                found["training"].append(measured)
         for clients, parameters in SIZES if "server" in parts else ():
             if not quick or clients * parameters <= 10**8:
                 watch(f"server, {clients} clients")

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from polytempo.bench.cases import CASES, Case
 from polytempo.bench.machine import gemm_gflops, seconds
-from polytempo.bench.plain import PlainLoop
+from polytempo.bench.plain import PlainFedAsync, PlainLoop
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.local import make_backend
@@ -19,11 +19,16 @@ from polytempo.models import Inputs, build
 from polytempo.simulation import Simulator
 from polytempo.strategies import STRATEGIES
 
-STRATEGY = "pace:lam=0"  # the same arithmetic as the plain loop's
+# Ours, without a pull, and the plain loop that does the same arithmetic.
+STRATEGIES_AND_LOOPS: dict[str, tuple[str, type[PlainLoop]]] = {
+    "pace": ("pace:lam=0", PlainLoop),
+    "fedasync": ("fedasync:rho=0", PlainFedAsync),
+}
 
 
 def measure_training(
     name: str,
+    strategy: str = "pace",
     *,
     workers: int,
     repeats: int = 3,
@@ -36,12 +41,13 @@ def measure_training(
     case = CASES[name]
     federation = case.federation()
     arrivals = arrivals or case.arrivals
-    simulator = _simulator(case, federation, workers, arrivals)
+    ours_spec, loop = STRATEGIES_AND_LOOPS[strategy]
+    simulator = _simulator(case, ours_spec, federation, workers)
     order: list[int] = []
     simulator.observers.append(
         lambda event: order.append(event["client"]) if event["event"] == "upload" else None
     )
-    plain = PlainLoop(case.plain(), federation, case.lr)
+    plain = loop(case.plain(), federation, case.lr)
     flops = _flops(case, plain.module, federation)
     turns = []
     with simulator.backend:
@@ -58,6 +64,7 @@ def measure_training(
     per_update = median(ours for ours, *_ in turns) / arrivals
     return {
         "case": name,
+        "strategy": strategy,
         "workers": workers,
         "backend": simulator.backend.name,
         "arrivals": arrivals,
@@ -78,13 +85,13 @@ def measure_training(
     }
 
 
-def _simulator(case: Case, federation: Federation, workers: int, arrivals: int) -> Simulator:
+def _simulator(case: Case, strategy: str, federation: Federation, workers: int) -> Simulator:
     inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
     module = build(case.model, inputs, 0)
     return Simulator(
         federation,
         module,
-        STRATEGIES.create(STRATEGY),
+        STRATEGIES.create(strategy),
         task=Task(lr=case.lr),
         eval_every=10**9,  # the end of each turn is evaluated anyhow
         adapt_epochs=0,
