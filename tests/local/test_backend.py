@@ -188,7 +188,7 @@ class Schedules(RuleBasedStateMachine):
         job = new_job(kind)
         self.announced[job.stream] = job
         self.backend.expect(job, due)
-        if self.depth_of_pool() and any(len(asked) < AHEAD for asked in self.shop.pool.asked):
+        if self.depth_of_pool() and not all(self.shop.pool.asked):
             assert self.times()[job.stream]  # nobody is idle while a job waits
         return job
 
@@ -370,8 +370,8 @@ def test_all_workers_get_something():
     for job in jobs:
         shop.backend.expect(job)
     with shop.backend:
-        assert [len(asked) for asked in shop.pool.asked] == [2, 2, 2]
-        assert len(shop.pool.under_way()) == 6
+        shares = [[len(what) for _, what in asked] for asked in shop.pool.asked]
+        assert [sum(share) for share in shares] == [2, 2, 2]
 
 
 def test_jobs_announced_before_the_workers_are_there_are_begun_when_they_are():
@@ -383,6 +383,19 @@ def test_jobs_announced_before_the_workers_are_there_are_begun_when_they_are():
         assert sorted(shop.pool.trained()) == [job.stream for job in jobs]
         assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
     assert not shop.solver.groups
+
+
+def test_busy_workers_wait_for_a_whole_group():
+    """Jobs that come while all are busy are done together; once somebody is idle, at once."""
+    shop = Workshop(workers=1, group=3)
+    with shop.backend as backend:
+        jobs = [new_job() for _ in range(6)]
+        for job in jobs:
+            backend.expect(job)
+        sizes = [len(streams) for _, _, streams in shop.pool.log]
+        assert sizes == [1, 3]
+        assert backend.train(jobs[5]) == upload_of(jobs[5])
+        assert shop.pool.trained() == [jobs[k].stream for k in (0, 1, 2, 3, 5, 4)]
 
 
 @pytest.mark.parametrize(("workers", "group", "width"), [(0, 1, 1), (0, 5, 5), (3, 5, 15 * AHEAD)])
@@ -527,7 +540,7 @@ def test_what_workers_did_not_finish_is_trained_in_this_process(group):
 
 
 def test_results_that_are_there_survive_the_workers():
-    shop = Workshop(workers=1, group=4)
+    shop = Workshop(workers=1)
     with shop.backend as backend:
         jobs = [new_job() for _ in range(2)]
         for job in jobs:

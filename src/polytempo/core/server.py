@@ -30,6 +30,8 @@ from polytempo.core.messages import Action, Dispatch, InFlight, Staleness, Stop,
 from polytempo.core.rng import rng
 from polytempo.core.strategy import Context, Refill, State, Strategy
 
+MANY = 1_000  # clients: among more, it would take long to list those that are idle
+
 
 class Open(NamedTuple):
     """A dispatch that is not answered yet: its number, and the counters when it was sent."""
@@ -141,7 +143,7 @@ class Server:
         if free <= 0:
             return []
         stream = rng(self.context.seed, "server", "refill", len(self.owners))
-        if free == 1:  # the usual case: a few draws find an idle client, however many there are
+        if free == 1 and self.context.clients > MANY:  # a few draws find one that is idle
             for client in stream.integers(self.context.clients, size=32).tolist():
                 if client in self.members and client not in self.open:
                     return [self._send(client, self.strategy.model_for)]
