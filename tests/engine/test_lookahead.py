@@ -24,7 +24,7 @@ from polytempo.storage import load_state, save_state
 from polytempo.strategies import PACE, FedAsync, FedAvg, FedBuff, Standalone
 
 TASK = Task(epochs=1, batch_size=3, lr=0.05)
-ROUNDS = 16
+ROUNDS = 14
 SLOW = Links(low=8e-6 * 2000, high=8e-6 * 4000)  # a model takes some tenths of a second
 forking = pytest.mark.skipif("fork" not in mp.get_all_start_methods(), reason="needs fork")
 
@@ -58,7 +58,7 @@ WORLDS = {
     "pace": World(lambda: PACE(omega=15), {"restart"}, {"devices": SPEEDS}),
     "pace, all refreshed": World(lambda: PACE(omega=2), {"restart"}, {"slots": 6}),
     "pace, slow network": World(
-        lambda: PACE(omega=8),
+        lambda: PACE(omega=3),
         {"restart", "missed"},
         {"devices": SPEEDS, "network": SLOW, "slots": 4},
     ),
@@ -451,7 +451,7 @@ def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, n
             seen.append(event["loss"])
 
     simulation.observers.append(compare)
-    simulation.run(30)
+    simulation.run(20)
     assert len(set(seen)) > 2
 
 

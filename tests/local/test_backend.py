@@ -385,19 +385,6 @@ def test_jobs_announced_before_the_workers_are_there_are_begun_when_they_are():
     assert not shop.solver.groups
 
 
-def test_busy_workers_wait_for_a_whole_group():
-    """Jobs that come while all are busy are done together; once somebody is idle, at once."""
-    shop = Workshop(workers=1, group=3)
-    with shop.backend as backend:
-        jobs = [new_job() for _ in range(6)]
-        for job in jobs:
-            backend.expect(job)
-        sizes = [len(streams) for _, _, streams in shop.pool.log]
-        assert sizes == [1, 3]
-        assert backend.train(jobs[5]) == upload_of(jobs[5])
-        assert shop.pool.trained() == [jobs[k].stream for k in (0, 1, 2, 3, 5, 4)]
-
-
 @pytest.mark.parametrize(("workers", "group", "width"), [(0, 1, 1), (0, 5, 5), (3, 5, 15 * AHEAD)])
 def test_so_many_jobs_are_worth_announcing(workers, group, width):
     shop = Workshop(workers, group)

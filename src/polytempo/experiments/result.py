@@ -22,6 +22,9 @@ from polytempo.report import Curve, plot_accuracy, plot_graph, plot_staleness, w
 from polytempo.simulation import Simulator
 from polytempo.simulation.metrics import convergence_time, final_accuracy, time_to
 
+GRAPH_CLIENTS = (
+    2_000  # the graph of more clients is not drawn: it is dense, and nobody could see it
+)
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
@@ -155,8 +158,10 @@ def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
     simulator = result.simulator
-    graph = None if simulator is None else simulator.strategy.collaboration()
-    if simulator is not None and graph is not None:
+    if simulator is None or simulator.federation.clients > GRAPH_CLIENTS:
+        return images
+    graph = simulator.strategy.collaboration()
+    if graph is not None:
         path = plot_graph(graph, folder / "graph.png", simulator.federation.groups)
         images.append(("Collaboration graph: who learns from whom", path))
     return images

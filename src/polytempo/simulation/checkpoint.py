@@ -14,7 +14,7 @@ from polytempo.core.task import Task
 from polytempo.local import Job
 from polytempo.simulation.simulator import Flight, Simulator
 
-FORMAT = 1
+FORMAT = 2
 _TASKS = TypeAdapter(Task)
 
 
