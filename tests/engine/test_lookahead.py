@@ -58,7 +58,7 @@ WORLDS = {
     "pace": World(lambda: PACE(omega=15), {"restart"}, {"devices": SPEEDS}),
     "pace, all refreshed": World(lambda: PACE(omega=2), {"restart"}, {"slots": 6}),
     "pace, slow network": World(
-        lambda: PACE(omega=3),
+        lambda: PACE(omega=2),
         {"restart", "missed"},
         {"devices": SPEEDS, "network": SLOW, "slots": 4},
     ),
