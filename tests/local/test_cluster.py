@@ -29,6 +29,21 @@ NODE = {
 }
 
 
+def two_nodes() -> Cluster:
+    """On a busy machine a node may take longer to start than Ray has patience: then once more."""
+    for attempt in range(3):
+        nodes = Cluster()
+        try:
+            nodes.add_node(**NODE)
+            nodes.add_node(**NODE)
+            return nodes
+        except Exception:
+            nodes.shutdown()
+            if attempt == 2:
+                raise
+    raise AssertionError
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """In a folder of its own, so that two of them (for two processes that test) do not meet."""
@@ -37,9 +52,8 @@ def cluster():
         # Ray's name for: this machine is 127.0.0.1, not its address in the network
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
-        nodes = Cluster(initialize_head=True, head_node_args=NODE)
+        nodes = two_nodes()
         try:
-            nodes.add_node(**NODE)
             patch.setenv("RAY_ADDRESS", nodes.address)
             yield nodes
         finally:
