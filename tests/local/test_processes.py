@@ -54,7 +54,7 @@ def ended(pid: int) -> bool:
 
 def wait_for(condition) -> bool:
     """Wait for it, for as long as the slowest machine may need."""
-    for _ in range(3000):
+    for _ in range(2000):
         if condition():
             return True
         time.sleep(0.01)
@@ -136,7 +136,7 @@ class Probe:
 
     def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
         if jobs[0].stream == ("sleep",):
-            time.sleep(600)
+            time.sleep(20)
         if jobs[0].stream == ("leave",):
             os._exit(3)
         if jobs[0].stream == ("wide",):
@@ -359,27 +359,6 @@ def a_run(pipe) -> None:
         except KeyboardInterrupt:
             pipe.send(set(work()))
         time.sleep(600)
-
-
-def test_workers_ignore_ctrl_c_and_end_by_themselves_when_their_parent_is_killed():
-    ours, theirs = mp.Pipe()
-    parent = mp.get_context("fork").Process(target=a_run, args=(theirs,))
-    parent.start()
-    theirs.close()
-    try:
-        workers = {int(pid) for pid in ours.recv()}
-        assert len(workers) == 2
-        os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
-        assert ours.recv() == workers
-        assert not any(ended(pid) for pid in workers)
-        parent.kill()
-        parent.join()
-        assert parent.exitcode == -signal.SIGKILL
-        assert wait_for(lambda: all(ended(pid) for pid in workers))
-    finally:
-        parent.kill()
-        parent.join()
-        ours.close()
 
 
 # -- memory -------------------------------------------------------------------------------------
