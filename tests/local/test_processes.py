@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -341,24 +344,59 @@ def test_workers_stop_when_an_error_leaves_the_context():
     assert all(ended(pid) for pid in pids)
 
 
-def a_run(pipe) -> None:
-    """What another parent does, in a process group of its own: report, survive Ctrl-C, report."""
-    os.setsid()
-    with on_workers(Probe(), 2) as backend:
+A_RUN = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever was inherited
+sys.path.insert(0, sys.argv[1])
+from test_processes import Probe, on_workers, probing
 
-        def work() -> list[float]:
-            jobs = [probing(k) for k in range(8)]
-            for job in jobs:
-                backend.expect(job)
-            return [float(backend.train(job)[1]) for job in jobs]
+def work(backend):
+    jobs = [probing(k) for k in range(8)]
+    for job in jobs:
+        backend.expect(job)
+    pids = {int(backend.train(job)[1]) for job in jobs}
+    print(*sorted(pids), flush=True)
 
-        first = set(work())  # by now both workers are at work
-        try:
-            pipe.send(first)
-            time.sleep(600)
-        except KeyboardInterrupt:
-            pipe.send(set(work()))
-        time.sleep(600)
+with on_workers(Probe(), 2) as backend:
+    try:
+        work(backend)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        work(backend)
+    time.sleep(60)
+"""
+
+
+def next_line(process: subprocess.Popen) -> list[int]:
+    """What it says next; an error if it says nothing for long."""
+    ready, _, _ = select.select([process.stdout], [], [], 60)
+    assert ready, "no answer"
+    return [int(pid) for pid in process.stdout.readline().split()]
+
+
+def test_workers_ignore_ctrl_c_and_end_by_themselves_when_their_parent_is_killed():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", A_RUN, str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    workers: list[int] = []
+    try:
+        workers += next_line(parent)
+        assert len(workers) == 2
+        os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to all of them
+        assert next_line(parent) == workers
+        assert not any(ended(pid) for pid in workers)
+        parent.kill()
+        assert parent.wait(60) == -signal.SIGKILL
+        assert wait_for(lambda: all(ended(pid) for pid in workers))
+    finally:
+        parent.kill()
+        parent.wait(60)
+        parent.stdout.close()
+        for pid in workers:
+            if not ended(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 # -- memory -------------------------------------------------------------------------------------
