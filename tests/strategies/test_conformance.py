@@ -175,8 +175,8 @@ def simulator(name, small, seed=0, **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
-    if name == "pace":  # a threshold that makes multicasts happen in a small run
-        name = "pace:omega=20"
+    # thresholds that make multicasts and urgent requests happen in a small run
+    name = {"pace": "pace:omega=20", "port": "port:bound=1,buffer_size=2"}.get(name, name)
     return Simulator(
         small,
         module,

@@ -1,0 +1,92 @@
+"""PORT (Su, Li: How Asynchronous can Federated Learning Be?, IWQoS 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.strategy import STRATEGIES, Context, Strategy
+from polytempo.core.task import Task
+from polytempo.strategies.history import History, cosine
+
+
+@STRATEGIES.register("port")
+class PORT(Strategy):
+    """Updates are collected in a buffer and weighed by age and direction; the slowest are hurried.
+
+    When m updates Delta_i are in (tau_i versions old, from |D_i| samples):
+        S_i = Omega / (tau_i + Omega)                                       staleness
+        I_i = (1 + cos(Delta_i, w^(v) - w^(v - tau_i))) / 2, 1 if tau_i <= 1  interference
+        q_i = |D_i| (alpha S_i + beta I_i), divided by their sum
+        w  <- w + sum_i q_i Delta_i
+    and every client in training whose model is more than Omega versions old is sent an urgent
+    request: it stops at the end of its epoch and reports what it has.
+
+    `alpha`, `beta`: the weights of staleness and interference. `bound`: Omega. `buffer_size`: m.
+    All defaults are PACE's. `requests=false` sends no urgent requests: instead, the server
+    collects updates without aggregating them while anybody over the bound is still in training.
+
+    The interference is that of the server's movement since the client's own dispatch, whatever its
+    staleness (a public implementation looks two versions back for all). A reference of length zero
+    has cosine 0.
+    """
+
+    family: ClassVar[str] = "asynchronous, one model"
+    paper: ClassVar[str] = "Su and Li 2022"
+    single_model: ClassVar[bool] = True
+    state: ClassVar[tuple[str, ...]] = ("models", "total", "weight", "count", "late")
+
+    alpha: Annotated[float, Field(gt=0)] = 1.0  # above 0, so that some weight is
+    beta: Annotated[float, Field(ge=0)] = 1.0
+    bound: Annotated[int, Field(ge=1)] = 10
+    buffer_size: Annotated[int, Field(ge=1)] = 5
+    requests: bool = True
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self.models = History(context.initial)
+        self.total = torch.zeros_like(context.initial)
+        self.weight = 0.0
+        self.count = 0
+        self.late: list[int] = []  # in training and over the bound
+
+    def task(self, client: int) -> Task:
+        return replace(self.context.task, upload="delta")
+
+    def model_for(self, client: int) -> Tensor:
+        return self.models.current
+
+    def importance(self, delta: Tensor, tau: int) -> float:
+        """alpha S + beta I. The model is the same when the buffer is full as on arrival."""
+        freshness = self.bound / (tau + self.bound)  # S
+        agreement = 1.0  # I
+        if tau > 1:
+            agreement = (1 + cosine(delta, self.models.current - self.models.ago(tau))) / 2
+        return self.alpha * freshness + self.beta * agreement
+
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        weight = update.samples * self.importance(update.vector, staleness.versions)
+        self.total.add_(update.vector, alpha=weight)
+        self.weight += weight
+        self.count += 1
+        waiting = not self.requests and any(client != update.client for client in self.late)
+        if self.count < self.buffer_size or waiting:
+            return False
+        self.models.add(self.models.current + self.total / self.weight)
+        self.total.zero_()
+        self.weight, self.count = 0.0, 0
+        return True
+
+    def urgent(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
+        """Those over the bound, each once: who has reported is not in flight at the next call, so
+        its next training begins unhurried."""
+        self.models.keep(in_flight)
+        asked = self.late
+        self.late = [f.client for f in in_flight if f.staleness.versions > self.bound]
+        return [client for client in self.late if client not in asked] if self.requests else ()
