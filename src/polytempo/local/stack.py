@@ -8,9 +8,10 @@ Three things make it fast.
    is paid once for all of them. (Large models gain little by that and are trained few at a time.)
 3. Where a client has few samples X of many features, its first layer is trained in *dual* form. All
    gradients of the layer are combinations of the samples, and weight decay or a pull towards the
-   received W0 only scale, so that at any time W = alpha W0 + C^T X. We train C and alpha: the
-   activations are alpha X W0^T + X X^T C, of which X W0^T and X X^T are computed once, and the
-   gradient of C is the error itself, in the rows of the batch.
+   received W0 only scale, so that at any time W = alpha W0 + C^T X. We train C and alpha, and the
+   activations of all samples Z = X W^T beside them: Z begins as X W0^T and goes on as if it were
+   parameters too, with X X^T, computed once, times the gradient of C, which is the error itself
+   in the rows of the batch.
 
 The results equal those of `Trainer` up to rounding (in float32 to about 1e-6), and are bit for bit
 the same whatever jobs are done together: the matrices of a client have a shape and an alignment
@@ -41,13 +42,15 @@ class Layout:
     """Where the parameters of a stack stand in a row of numbers: all weights, all biases, alpha.
 
     `inputs` are those of the first layer; of one in dual form, the number of samples: C stands in
-    the place of its weights.
+    the place of its weights, and Z after it.
     """
 
-    def __init__(self, inputs: int, widths: Sequence[int]) -> None:
+    def __init__(self, inputs: int, widths: Sequence[int], dual: bool) -> None:
         self.pairs = list(itertools.pairwise([inputs, *widths]))
         self.first = inputs * widths[0]
-        self.weights = sum(inputs * outputs for inputs, outputs in self.pairs)
+        self.rest = 2 * self.first if dual else self.first  # where the second layer begins
+        others = sum(inputs * outputs for inputs, outputs in self.pairs[1:])
+        self.weights = self.rest + others
         self.alpha = self.weights + sum(widths)
         self.stride = _round_up(self.alpha + 1)
 
@@ -58,7 +61,7 @@ class Layout:
             weight = models[:, place : place + inputs * outputs]
             weights.append(weight.view(-1, outputs, inputs))
             biases.append(models[:, end : end + outputs].unsqueeze(1))
-            place, end = place + inputs * outputs, end + outputs
+            place, end = max(self.rest, place + inputs * outputs), end + outputs
         return weights, biases
 
 
@@ -95,7 +98,7 @@ class StackTrainer(Trainer):
         order = sorted(range(len(jobs)), key=lambda k: -len(schedules[k]))  # longest first
         jobs, schedules = [jobs[k] for k in order], [schedules[k] for k in order]
         samples, task = self._dual(jobs[0]), jobs[0].task
-        layout = Layout(samples or self._features, self._widths)
+        layout = Layout(samples or self._features, self._widths, samples > 0)
         models = self._load(jobs, layout, samples > 0)
         plan = Plan(self.federation, jobs, schedules, self._rows(jobs[0]), samples)
         points = [self._points(job.client) for job in jobs]
@@ -229,7 +232,7 @@ class Descent:
         raise NotImplementedError
 
     def pull(self, theta: Tensor, momentum: Tensor) -> None:
-        """Add the gradient of the objective to the momentum."""
+        """Add the gradient of the objective, and weight decay, to the momentum."""
         raise NotImplementedError
 
     def run(self) -> Tensor:
@@ -268,7 +271,7 @@ class Descent:
             self.leave(momentum, places, error)
             if not isinstance(task.objective, Plain):
                 self.pull(theta, momentum)
-            if task.weight_decay:
+            elif task.weight_decay:
                 momentum.add_(theta, alpha=task.weight_decay)
             if task.upload == "gradient":
                 return self.momentum
@@ -297,15 +300,11 @@ class Direct(Descent):
 
     def pull(self, theta: Tensor, momentum: Tensor) -> None:
         self.task.objective.add_gradient(theta, self.anchor[: len(theta)], momentum)
+        momentum.add_(theta, alpha=self.task.weight_decay)
 
 
 class Dual(Descent):
-    """The first layer is trained in dual form.
-
-    A pull needs the length of W and its product with W0. These take alpha, <C, X W0^T>, and
-    c = <C, K C> with K = X X^T. While C and its momentum Q go on, c follows from itself and from
-    x = <C, K Q> and q = <Q, K Q>, for which products with the rows of the batch suffice.
-    """
+    """The first layer is trained in dual form."""
 
     def __init__(
         self,
@@ -317,68 +316,56 @@ class Dual(Descent):
         grams: Sequence[Tensor],
         received: Sequence[Tensor],  # W0
     ) -> None:
-        super().__init__(task, layout, plan, models)
         self.samples, self.outputs = layout.pairs[0]
         self.grams = grams[0] if len(grams) == 1 else torch.cat(list(grams))
-        self.start = models.new_zeros(len(models), self.samples, self.outputs)  # X W0^T
-        for start, x, weight in zip(self.start, points, received, strict=True):
-            torch.matmul(x, weight.T, out=start[: len(x)])
+        self.combination = slice(0, layout.first)  # C, of a row
+        self.activations = slice(layout.first, layout.rest)  # Z
+        for z, x, weight in zip(
+            self._part(models, self.activations), points, received, strict=True
+        ):
+            torch.matmul(x, weight.T, out=z[: len(x)])
+        super().__init__(task, layout, plan, models)
         self.square = torch.stack([w.square().sum(dtype=torch.float64) for w in received])
+        self.fixed = self.anchor[:, layout.rest : layout.alpha]
+        self.aa = _products(self.fixed, self.fixed) + self.square
         self.own = -self.samples * torch.arange(len(models))[:, None]  # from places to own samples
-        self.pulling = not isinstance(task.objective, Plain)
-        self.c, self.x, self.q = torch.zeros(3, len(models), dtype=torch.float64)
 
-    def _first(self, models: Tensor) -> Tensor:
-        """C, or its momentum [models, samples, outputs]."""
-        return models[:, : self.layout.first].view(-1, self.samples, self.outputs)
+    def _part(self, models: Tensor, part: slice) -> Tensor:
+        """C or Z, or its momentum [models, samples, outputs]."""
+        return models[:, part].view(-1, self.samples, self.outputs)
 
     def enter(self, theta: Tensor, places: Tensor, out: Tensor) -> None:
-        count, rows = places.shape
-        flat = places.view(-1)
-        self.near = self.grams.index_select(0, flat).view(count, rows, self.samples)
-        torch.bmm(self.near, self._first(theta), out=out)
-        if self.pulling:
-            self.moved = out.clone()  # (K C) in the rows of the batch
-        begun = self.start.view(-1, self.outputs).index_select(0, flat).view_as(out)
-        out.addcmul_(begun, theta[:, self.layout.alpha, None, None])
+        self.rows = self.own[: len(theta)] + places
+        activations = self._part(theta, self.activations)
+        for mine, rows, found in zip(activations, self.rows, out, strict=True):
+            torch.index_select(mine, 0, rows, out=found)
 
     def leave(self, momentum: Tensor, places: Tensor, error: Tensor) -> None:
-        push, count = self._first(momentum), len(momentum)
-        own = self.own[:count] + places
-        if self.pulling:
-            pushed = torch.bmm(self.near, push)  # (K Q) in the rows of the batch
-            among = self.near.gather(2, own[:, None].expand(-1, places.shape[1], -1))
-            spread = torch.bmm(among, error)
-            x, q, mu = self.x[:count], self.q[:count], self.task.momentum
-            x.mul_(mu).add_(_products(error, self.moved))
-            q.mul_(mu**2).add_(2 * mu * _products(error, pushed) + _products(error, spread))
-        push.mul_(self.task.momentum)
-        for mine, rows, errors in zip(push, own, error, strict=True):
+        near = self.grams.index_select(0, places.view(-1)).view(*places.shape, self.samples)
+        push = self._part(momentum, self.activations)
+        push.baddbmm_(near.mT, error, beta=self.task.momentum)
+        momentum[:, self.combination].mul_(self.task.momentum)
+        combination = self._part(momentum, self.combination)
+        for mine, rows, errors in zip(combination, self.rows, error, strict=True):
             mine.index_add_(0, rows, errors)
 
     def pull(self, theta: Tensor, momentum: Tensor) -> None:
-        task, layout, count = self.task, self.layout, len(theta)
-        anchor, c, x, q = self.anchor[:count], self.c[:count], self.x[:count], self.q[:count]
-        others, fixed = (rows[:, layout.first : layout.alpha] for rows in (theta, anchor))
-        alpha, square = theta[:, layout.alpha].double(), self.square[:count]
-        shared = _products(self._first(theta), self.start[:count])
-        tt = _products(others, others) + alpha * (alpha * square + 2 * shared) + c
-        ta = _products(others, fixed) + alpha * square + shared
-        aa = _products(fixed, fixed) + square
-        u, v = task.objective.coefficients(tt, ta, aa)
-        momentum.addcmul_(theta, u[:, None].to(theta.dtype))
-        momentum.addcmul_(anchor, v[:, None].to(theta.dtype))
-        pulled = u + task.weight_decay  # Q goes on by this times C, then C by -lr times Q
-        q.add_(2 * pulled * x + pulled**2 * c)
-        x.add_(pulled * c)
-        c.sub_(2 * task.lr * x - task.lr**2 * q)
-        x.sub_(task.lr * q)
+        layout, count = self.layout, len(theta)
+        anchor, square = self.anchor[:count, layout.first :], self.square[:count]
+        others, alpha = theta[:, layout.rest : layout.alpha], theta[:, layout.alpha].double()
+        c, z = theta[:, self.combination], theta[:, self.activations]
+        shared = _products(c, anchor[:, : layout.rest - layout.first])  # with Z at the beginning
+        tt = _products(others, others) + _products(c, z) + alpha * (alpha * square + shared)
+        ta = _products(others, self.fixed[:count]) + alpha * square + shared
+        u, v = self.task.objective.coefficients(tt, ta, self.aa[:count])
+        momentum.addcmul_(theta, (u[:, None] + self.task.weight_decay).to(theta.dtype))
+        momentum[:, layout.first :].addcmul_(anchor, v[:, None].to(theta.dtype))  # C began as 0
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """The scalar product of each model's numbers."""
-    products: Tensor = torch.linalg.vecdot(a.flatten(1), b.flatten(1))
-    return products.double()
+    products = [float(torch.dot(x, y)) for x, y in zip(a, b, strict=True)]
+    return torch.tensor(products, dtype=torch.float64)
 
 
 def _widths(module: nn.Module) -> list[int]:
