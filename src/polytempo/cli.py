@@ -26,6 +26,16 @@ from polytempo.data import available
 from polytempo.experiments.compare import compare as run_comparison
 from polytempo.experiments.compare import slug
 from polytempo.experiments.config import FEDERATION, RunConfig, make_config, read_config
+from polytempo.experiments.paper_report import write_report
+from polytempo.experiments.published import (
+    QUICK,
+    choose_columns,
+    choose_rows,
+    experiments,
+    load_experiment,
+)
+from polytempo.experiments.reproduce import LEGEND, Place, asides, carry_out, collect
+from polytempo.experiments.reproduce import table as reproduction
 from polytempo.experiments.result import RunResult, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
 from polytempo.local.processes import cores
@@ -260,6 +270,72 @@ def compare_command(
         raise typer.Exit(2)
 
 
+@app.command("reproduce")
+@with_settings("data_dir", "workers")
+def reproduce_command(
+    experiment: Annotated[
+        str | None, typer.Argument(help="Table or figure, such as pace/table2 \\[list them].")
+    ] = None,
+    *,
+    dataset: Annotated[str | None, typer.Option(help="One data set \\[all].")] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="One split of it, such as dir0.1 \\[all of the paper's].")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Run only these rows: pace,fedavg,standalone \\[all].")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --first-seed on.")] = 1,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Scaled down: minutes, and not comparable.", metavar=""),
+    ] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder to write; what is in it is not run again.")
+    ] = Path("runs/reproduce"),
+    as_json: Json = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run a paper's table or figure again, and show its figures beside ours.
+
+    Example: polytempo reproduce pace/table2 --dataset cifar10 --only pace,standalone --quick
+
+    Calling it again goes on where it was interrupted. All experiments of a paper share their runs.
+    """
+    if experiment is None:
+        _list_experiments(as_json)
+        return
+    chosen = load_experiment(experiment)
+    columns, rows = choose_columns(chosen, dataset, partition), choose_rows(chosen, only)
+    place = Place(out.expanduser(), chosen, quick)
+    with _progress(as_json) as progress:
+        complete, failed = carry_out(
+            place,
+            columns,
+            rows,
+            range(first_seed, first_seed + seeds),
+            watch=lambda label, seed: _watch(progress, f"{label} seed {seed}"),
+            **settings,
+        )
+    results = {column: collect(place, column) for column in columns}
+    if as_json:
+        tables = {column: reproduction(place, column, results[column]) for column in columns}
+        about = {"title": chosen.title, "quick": quick, "remarks": chosen.notes(columns)}
+        output.print_json(data=about | {"tables": tables})
+    for name in dict.fromkeys(column.partition("/")[0] for column in columns):
+        own = [column for column in columns if column.partition("/")[0] == name]
+        again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
+        folder = write_report(place, own, results, again)
+        if not as_json:
+            _show_reproduction(place, own, results, folder)
+    for failure in failed:
+        _complain(failure)
+    if not complete:
+        _stopped("the same command again")
+    if failed:
+        raise typer.Exit(2)
+
+
 @app.command("strategies")
 def strategies_command(as_json: Json = False) -> None:
     """List the strategies with their papers and options."""
@@ -405,6 +481,41 @@ def _list_data(data_dir: str | None, as_json: bool) -> None:
         "Also: the path of an .npz or of a folder with one .npz a client, and hub:owner/name\n"
         'of the Hugging Face hub (pip install "polytempo\\[hub]").'
     )
+
+
+def _list_experiments(as_json: bool) -> None:
+    found = [load_experiment(name) for name in experiments()]
+    if as_json:
+        keys = ("name", "title", "about", "columns", "rows")
+        output.print_json(data=[{key: getattr(each, key) for key in keys} for each in found])
+        return
+    listing = Table(title="polytempo reproduce NAME", box=box.SIMPLE_HEAD)
+    for heading in ("name", "what", "data set/partition"):
+        listing.add_column(heading, style="bold" if heading == "name" else None, overflow="fold")
+    for each in found:
+        listing.add_row(each.name, escape(each.title), ", ".join(each.columns))
+    output.print(listing)
+
+
+def _show_reproduction(
+    place: Place,
+    columns: Sequence[str],
+    results: Mapping[str, Mapping[str, Sequence[RunResult]]],
+    folder: Path | None,
+) -> None:
+    experiment = place.experiment
+    output.print(f"[bold]{escape(experiment.title)}[/]", highlight=False)
+    if place.quick:
+        output.print(f"[bold yellow]{QUICK}[/]", highlight=False)
+    for column in columns:
+        output.print(f"\n{escape(experiment.heading(column))}", highlight=False)
+        _print_table(reproduction(place, column, results[column]))
+        for line in asides(place, column, results[column]):
+            output.print(escape(line), highlight=False)
+    for remark in (LEGEND, *experiment.notes(columns)):
+        output.print(f"- {escape(remark)}", highlight=False)
+    if folder is not None:
+        output.print(f"table, plots and report: [bold]{escape(str(folder))}[/]", soft_wrap=True)
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:

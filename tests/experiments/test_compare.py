@@ -136,7 +136,7 @@ def test_a_strategy_or_a_seed_can_be_added_later(quick, polytempo, monkeypatch):
     monkeypatch.setattr(module, "run", record)
     more = ("compare", "pace", "fedbuff", *TINY, "--seeds", 2, "-o", quick, "--json")
     outcome = polytempo(*more)
-    assert ran == [("pace", 1), ("fedbuff", 0), ("fedbuff", 1)]
+    assert ran == [("fedbuff", 0), ("pace", 1), ("fedbuff", 1)]  # seed by seed
     assert [(found["strategy"], found["seed"]) for found in outcome.json] == [
         ("pace", 0),
         ("pace", 1),

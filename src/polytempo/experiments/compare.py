@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
+from polytempo.data import Federation
 from polytempo.experiments.config import EXECUTION, RunConfig, make_config, read_config
 from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
-from polytempo.experiments.run import Attach, holds_run, prepare, resume, run
+from polytempo.experiments.run import Attach, LastFederation, holds_run, prepare, resume, run
 from polytempo.report import plot_accuracy, write_html
 
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
@@ -44,13 +45,13 @@ class Comparison:
         return [
             {
                 "strategy": label,
-                "handed": _spread([r.summary["accuracy"] for r in found], percent=True),
-                "best": _spread([r.summary["accuracy_best"] for r in found], percent=True),
-                "adapted": _spread([r.accuracy_adapted for r in found], percent=True),
-                "worst 10%": _spread([r.summary["accuracy_worst10"] for r in found], percent=True),
-                "seconds": _spread([r.summary["simulated_time"] for r in found]),
-                goal: _spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
-                "messages": _spread([_messages(r) for r in found], digits=0),
+                "handed": spread([r.summary["accuracy"] for r in found], percent=True),
+                "best": spread([r.summary["accuracy_best"] for r in found], percent=True),
+                "adapted": spread([r.accuracy_adapted for r in found], percent=True),
+                "worst 10%": spread([r.summary["accuracy_worst10"] for r in found], percent=True),
+                "seconds": spread([r.summary["simulated_time"] for r in found]),
+                goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
+                "messages": spread([messages(r) for r in found], digits=0),
             }
             for label, found in self.results.items()
         ]
@@ -80,26 +81,23 @@ def compare(
     goal = _goal(target, labels)
     configs = {
         (label, seed): make_config({**settings, "strategy": label, "seed": seed}, "compare")
-        for label in labels
         for seed in seeds
+        for label in labels
     }
     results: dict[str, list[RunResult]] = {label: [] for label in labels}
     failed: dict[str, str] = {}
-    complete = True
+    complete, load = True, LastFederation()
     for (label, seed), config in configs.items():
         if label in failed:
             continue
         place = folder / slug(label) / f"seed{seed}"
         observer = watch(label, seed) if watch else None
         try:
-            if holds_run(place):
-                result = _continue(place, config, observer)
-            else:
-                result = run(config, place, observer=observer)
+            result = settle(config, place, load, observer)
         except Diverged as error:
             failed[label] = f"{label}, seed {seed}: {error}"
             continue
-        results[label].append(replace(result, simulator=None))  # its data and models may go
+        results[label].append(result)
         if not result.summary["complete"] or result.interrupted:
             complete = False
             break
@@ -112,9 +110,24 @@ def compare(
     return comparison
 
 
-def _continue(place: Path, config: RunConfig, observer: Attach | None) -> RunResult:
+def settle(
+    config: RunConfig, place: Path, load: LastFederation, observer: Attach | None = None
+) -> RunResult:
+    """The result of a run, without its models: as the folder holds it, or after going on with what
+    it holds, or run anew. A folder with other settings is refused."""
+    federation = load(config)
+    if holds_run(place):
+        result = _continue(place, config, federation, observer)
+    else:
+        result = run(config, place, observer=observer, federation=federation)
+    return replace(result, simulator=None)
+
+
+def _continue(
+    place: Path, config: RunConfig, federation: Federation, observer: Attach | None
+) -> RunResult:
     found = read_config(place / "config.toml")
-    wanted = prepare(config)[0].model_dump(exclude_none=True)
+    wanted = prepare(config, federation)[0].model_dump(exclude_none=True)
     keys = (wanted.keys() | found.keys()) - set(EXECUTION)
     different = sorted(key for key in keys if wanted.get(key) != found.get(key))
     if different:
@@ -127,7 +140,7 @@ def _continue(place: Path, config: RunConfig, observer: Attach | None) -> RunRes
         result = read_result(place)
         if result.summary["complete"]:
             return result
-    return resume(place, workers=config.workers, observer=observer)
+    return resume(place, workers=config.workers, observer=observer, federation=federation)
 
 
 def _goal(target: str | None, labels: Sequence[str]) -> float | str:
@@ -152,11 +165,11 @@ def slug(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+=-]+", "_", label)
 
 
-def _messages(result: RunResult) -> float:
+def messages(result: RunResult) -> float:
     return float(sum(result.summary["messages"][k] for k in ("dispatch", "upload", "multicast")))
 
 
-def _spread(values: Sequence[float | None], *, percent: bool = False, digits: int = 1) -> str:
+def spread(values: Sequence[float | None], *, percent: bool = False, digits: int = 1) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "never" if not known else f"{len(known)} of {len(values)} seeds"

@@ -78,16 +78,22 @@ def simulate(
     return drive(simulator, config, folder)
 
 
-def run(config: RunConfig, folder: Path, *, observer: Attach | None = None) -> RunResult:
-    """Carry out a run in a new folder."""
-    config, simulator = prepare(config)
+def run(
+    config: RunConfig,
+    folder: Path,
+    *,
+    observer: Attach | None = None,
+    federation: Federation | None = None,
+) -> RunResult:
+    """Carry out a run in a new folder (on a federation that was loaded already, if given)."""
+    config, simulator = prepare(config, federation)
     new_folder(folder)
     return drive(simulator, config, folder, observer)
 
 
-def prepare(config: RunConfig) -> tuple[RunConfig, Simulator]:
+def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[RunConfig, Simulator]:
     """The run's world, and its settings with everything filled in that was left open."""
-    federation = load_federation(config)
+    federation = federation or load_federation(config)
     simulator = make_simulator(config, federation, config.model)
     filled: dict[str, Any] = {
         "clients": federation.clients,
@@ -110,6 +116,7 @@ def resume(
     rounds: int | None = None,
     workers: int | None = None,
     observer: Attach | None = None,
+    federation: Federation | None = None,
 ) -> RunResult:
     """Go on with the run of a folder from its checkpoint (perhaps for more rounds, or with another
     number of workers)."""
@@ -123,7 +130,7 @@ def resume(
         )
     given = {"rounds": rounds, "workers": workers}
     settings |= {key: value for key, value in given.items() if value is not None}
-    config, simulator = prepare(make_config(settings, str(folder / "config.toml")))
+    config, simulator = prepare(make_config(settings, str(folder / "config.toml")), federation)
     with simulator.backend:  # workers are forked: better before the models are there
         if (folder / CHECKPOINT).exists():
             restore(simulator, load_state(folder / CHECKPOINT))
@@ -148,6 +155,22 @@ def load_federation(config: RunConfig) -> Federation:
         limit=config.limit,
         **given,
     )
+
+
+class LastFederation:
+    """Loads federations, and keeps the last one for the next run on the same data."""
+
+    def __init__(self) -> None:
+        self._wanted: tuple[Any, ...] | None = None
+        self._federation: Federation | None = None
+
+    def __call__(self, config: RunConfig) -> Federation:
+        wanted = (config.seed, *(getattr(config, name) for name in FEDERATION))
+        if self._federation is None or wanted != self._wanted:
+            self._federation = None  # it may go before the next one comes
+            self._federation = load_federation(config)
+            self._wanted = wanted
+        return self._federation
 
 
 def make_simulator(

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from polytempo.report.beside import Bar, plot_bars, plot_tradeoff
 from polytempo.report.curves import Curve, plot_accuracy
 from polytempo.report.maps import plot_graph, plot_labels
 from polytempo.report.staleness import plot_staleness
 
-__all__ = ["Curve", "plot_accuracy", "plot_graph", "plot_labels", "plot_staleness"]
+__all__ = [
+    "Bar",
+    "Curve",
+    "plot_accuracy",
+    "plot_bars",
+    "plot_graph",
+    "plot_labels",
+    "plot_staleness",
+    "plot_tradeoff",
+]

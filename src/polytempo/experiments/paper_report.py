@@ -1,0 +1,127 @@
+"""The files of a reproduced table or figure: Markdown, plots and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from polytempo.experiments import result
+from polytempo.experiments.published import QUICK, Experiment
+from polytempo.experiments.reproduce import (
+    LEGEND,
+    Place,
+    Results,
+    asides,
+    converged,
+    handed,
+    ratio,
+    table,
+)
+from polytempo.experiments.result import RunResult
+from polytempo.report import Bar, plot_accuracy, plot_bars, plot_tradeoff, write_html
+
+
+def write_report(
+    place: Place, columns: Sequence[str], results: Mapping[str, Results], command: str
+) -> Path | None:
+    """table.md, the plots and report.html of the columns of one data set; None if nothing has been
+    run yet."""
+    if not any(found for column in columns for found in results[column].values()):
+        return None
+    experiment = place.experiment
+    dataset = columns[0].partition("/")[0]
+    folder = place.report(dataset)
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {column: table(place, column, results[column]) for column in columns}
+    images: dict[str, list[tuple[str, Path]]] = {column: [] for column in columns}
+    if result.can_plot():
+        images = {column: _draw(place, folder, column, results[column]) for column in columns}
+    title = f"{experiment.title}: {experiment.datasets[dataset].title}"
+    notes = experiment.notes(columns)
+    warning = [QUICK] if place.quick else []
+    text = [f"# {title}", *(f"**{line}**" for line in warning), experiment.about, LEGEND]
+    for column in columns:
+        text += [f"## {experiment.heading(column)}", markdown(tables[column])]
+        text += asides(place, column, results[column])
+        text += [f"![{caption}]({image.name})" for caption, image in images[column]]
+    text += ["## Remarks", "\n".join(f"- {note}" for note in notes)]
+    text += ["## Make it again", f"```\n{command}\n```"]
+    text += ["As Polytempo spells the methods:", markdown(_spelled(experiment))]
+    (folder / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf8")
+    said = [
+        f"{experiment.heading(column)}: {line}"
+        for column in columns
+        for line in asides(place, column, results[column])
+    ]
+    write_html(
+        folder / "report.html",
+        title=title,
+        intro="\n\n".join([*warning, experiment.about, LEGEND, *said, *notes]),
+        table=[
+            {"split": experiment.column(column)[1].title, **line}
+            for column in columns
+            for line in tables[column]
+        ],
+        images=[image for column in columns for image in images[column]],
+        settings={
+            **(experiment.settings | experiment.datasets[dataset].settings),
+            **(experiment.quick if place.quick else {}),
+            **{line["method"]: line["strategy"] for line in _spelled(experiment)},
+        },
+        command=command,
+    )
+    return folder
+
+
+def markdown(lines: Sequence[Mapping[str, str]]) -> str:
+    """A table in Markdown."""
+    head, *rest = [list(lines[0]), *(list(line.values()) for line in lines)]
+    rows = [head, ["---"] * len(head), *rest]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _spelled(experiment: Experiment) -> list[dict[str, str]]:
+    methods = [experiment.strategies[row] for row in experiment.rows]
+    return [
+        {
+            "method": method.label,
+            "strategy": method.strategy,
+            "settings": ", ".join(f"{k} = {v}" for k, v in method.settings.items()),
+        }
+        for method in methods
+    ]
+
+
+def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tuple[str, Path]]:
+    experiment, split = place.experiment, column.partition("/")[2]
+    heading = experiment.heading(column)
+    label = {row: experiment.strategies[row].label for row in experiment.rows}
+    run = {row: found for row, found in results.items() if found}
+    images = []
+    if run:
+        curves = {label[row]: [r.curve() for r in found] for row, found in run.items()}
+        path = plot_accuracy(curves, folder / f"accuracy_{split}.png")
+        images.append((f"{heading}: accuracy against simulated time", path))
+    if experiment.plot == "bars" and run:
+        bars = {label[row]: _bar(experiment, row, column, results[row]) for row in experiment.rows}
+        path = plot_bars(bars, folder / f"bars_{split}.png", heading)
+        images.append((f"{heading}: handed, adapted, and the paper's figure", path))
+    if experiment.plot == "tradeoff":
+        times = {row: ratio(found, results["fedavg"], converged) for row, found in run.items()}
+        points = {label[row]: (time, handed(run[row])) for row, time in times.items() if time}
+        if points:
+            path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", heading)
+            images.append((f"{heading}: handed accuracy against convergence time", path))
+    return images
+
+
+def _bar(experiment: Experiment, row: str, column: str, found: Sequence[RunResult]) -> Bar:
+    published = experiment.paper.accuracy.get(row, {}).get(column)
+    adapted = [r.accuracy_adapted for r in found if r.accuracy_adapted is not None]
+    return Bar(
+        handed=handed(found) if found else None,
+        adapted=float(np.mean(adapted)) if adapted else None,
+        published=published[0] / 100 if published else None,
+    )
