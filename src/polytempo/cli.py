@@ -523,7 +523,7 @@ def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
     first, *others = rows[0]
     table.add_column(first, min_width=10, overflow="fold")
     for column in others:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(escape(value) for value in row.values()))
     output.print(table)

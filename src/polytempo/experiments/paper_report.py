@@ -83,21 +83,21 @@ def markdown(lines: Sequence[Mapping[str, str]]) -> str:
 
 
 def _spelled(experiment: Experiment) -> list[dict[str, str]]:
-    methods = [experiment.strategies[row] for row in experiment.rows]
+    methods = {row: experiment.strategies[row] for row in experiment.rows}
     return [
         {
-            "method": method.label,
+            "method": experiment.label(row),
             "strategy": method.strategy,
             "settings": ", ".join(f"{k} = {v}" for k, v in method.settings.items()),
         }
-        for method in methods
+        for row, method in methods.items()
     ]
 
 
 def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tuple[str, Path]]:
     experiment, split = place.experiment, column.partition("/")[2]
-    heading = experiment.heading(column)
-    label = {row: experiment.strategies[row].label for row in experiment.rows}
+    heading = ("QUICK, " if place.quick else "") + experiment.heading(column)
+    label = {row: experiment.label(row) for row in experiment.rows}
     run = {row: found for row, found in results.items() if found}
     images = []
     if run:
@@ -105,23 +105,23 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
         path = plot_accuracy(curves, folder / f"accuracy_{split}.png")
         images.append((f"{heading}: accuracy against simulated time", path))
     if experiment.plot == "bars" and run:
-        bars = {label[row]: _bar(experiment, row, column, results[row]) for row in experiment.rows}
+        bars = {label[row]: _bar(place, row, column, results[row]) for row in experiment.rows}
         path = plot_bars(bars, folder / f"bars_{split}.png", heading)
         images.append((f"{heading}: handed, adapted, and the paper's figure", path))
     if experiment.plot == "tradeoff":
         times = {row: ratio(found, results["fedavg"], converged) for row, found in run.items()}
         points = {label[row]: (time, handed(run[row])) for row, time in times.items() if time}
         if points:
-            path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", heading)
+            path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", f"{heading}: handed accuracy")
             images.append((f"{heading}: handed accuracy against convergence time", path))
     return images
 
 
-def _bar(experiment: Experiment, row: str, column: str, found: Sequence[RunResult]) -> Bar:
-    published = experiment.paper.accuracy.get(row, {}).get(column)
+def _bar(place: Place, row: str, column: str, found: Sequence[RunResult]) -> Bar:
+    published = place.experiment.paper.accuracy.get(row, {}).get(column)
     adapted = [r.accuracy_adapted for r in found if r.accuracy_adapted is not None]
     return Bar(
         handed=handed(found) if found else None,
         adapted=float(np.mean(adapted)) if adapted else None,
-        published=published[0] / 100 if published else None,
+        published=published[0] / 100 if published and place.comparable(column) else None,
     )

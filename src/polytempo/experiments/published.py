@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -68,6 +69,7 @@ class Experiment(_Part):
     about: str
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+    labels: dict[str, str] = {}  # of rows that are called otherwise here
     plot: Literal["curves", "bars", "tradeoff"] = "curves"
     remarks: tuple[str, ...] = ()
     paper: Published = Published()
@@ -75,6 +77,9 @@ class Experiment(_Part):
     quick: dict[str, Any]
     datasets: dict[str, Dataset]
     strategies: dict[str, Method]
+
+    def label(self, row: str) -> str:
+        return self.labels.get(row, self.strategies[row].label)
 
     def column(self, name: str) -> tuple[Dataset, Column]:
         dataset, _, split = name.partition("/")
@@ -115,17 +120,20 @@ def experiments() -> list[str]:
 
 
 def load_experiment(name: str) -> Experiment:
-    """The experiment of that name, with what its paper's `common.toml` says."""
+    """The experiment of that name, together with what its paper's `common.toml` says."""
     if name not in experiments():
         raise PolytempoError(f"no experiment is called {name!r}{nearest(name, experiments())}")
-    paper, _, table = name.partition("/")
-    common, own = (
-        tomllib.loads((PAPERS / paper / f"{part}.toml").read_text(encoding="utf8"))
-        for part in (COMMON, table)
-    )
+    folder = PAPERS / name.partition("/")[0]
+    common, own = _read(folder / f"{COMMON}.toml"), _read(PAPERS / f"{name}.toml")
     own["title"] = f"{common.pop('title')}, {own['title']}"
     own["remarks"] = [*own.get("remarks", ()), *common.pop("remarks")]
+    if "figures_of" in own:  # the paper's figures are those of another file
+        own["paper"] = _read(folder / f"{own.pop('figures_of')}.toml")["paper"]
     return Experiment(name=name, **common, **own)
+
+
+def _read(file: Traversable) -> dict[str, Any]:
+    return tomllib.loads(file.read_text(encoding="utf8"))
 
 
 def choose_columns(experiment: Experiment, dataset: str | None, split: str | None) -> list[str]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from polytempo.core.errors import Diverged
+from polytempo.core.errors import Diverged, PolytempoError
+from polytempo.data import available
 from polytempo.experiments.compare import messages, settle, spread
 from polytempo.experiments.config import EXECUTION, read_config
 from polytempo.experiments.published import Experiment
@@ -37,6 +38,10 @@ class Place:
         paper = self.experiment.name.partition("/")[0]
         return self.out / ("quick" if self.quick else "") / paper
 
+    def comparable(self, column: str) -> bool:
+        """Whether the paper's figures are of the same data in the same size."""
+        return self.experiment.column(column)[0].comparable and not self.quick
+
     def run(self, row: str, column: str, seed: int) -> Path:
         return self.root / "runs" / column.replace("/", "-") / row / f"seed{seed}"
 
@@ -55,6 +60,7 @@ def carry_out(
     """Run what is not there yet, seed by seed. Returns whether it came to the end, and what was
     said of runs whose training diverged."""
     experiment, load, failed = place.experiment, LastFederation(), []
+    _all_here(experiment, columns, execution.get("data_dir"))
     configs = {  # all of them first: a mistake is found before anything is run
         (row, column, seed): experiment.config(row, column, seed, place.quick, **execution)
         for seed in seeds
@@ -71,6 +77,18 @@ def carry_out(
         if not result.summary["complete"] or result.interrupted:
             return False, failed
     return True, failed
+
+
+def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | None) -> None:
+    """Not after hours: say at once which data set is missing."""
+    missing = {info.name for info in available(data_dir) if not info.available}
+    for column in columns:
+        data = experiment.column(column)[0].settings["data"]
+        if data in missing:
+            raise PolytempoError(
+                f"{column}: the files of {data} are not here; say where with --data-dir or "
+                "POLYTEMPO_DATA, or choose another --dataset"
+            )
 
 
 def collect(place: Place, column: str) -> dict[str, list[RunResult]]:
@@ -106,21 +124,20 @@ LEGEND = (
 def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
     """One line a row: our figures as far as there are any, and the paper's beside them."""
     experiment, paper = place.experiment, place.experiment.paper
-    comparable = experiment.column(column)[0].comparable and not place.quick
     lines = []
     for row in experiment.rows:
         found = results.get(row, ())
         published = paper.accuracy.get(row, {}).get(column)
         line = {
-            "method": experiment.strategies[row].label,
+            "method": experiment.label(row),
             "handed": _share(found, "accuracy"),
             "adapted": _share(found, "accuracy_adapted"),
-            "paper": "±".join(f"{figure:.2f}" for figure in published) if published else "-",
+            "paper": " ± ".join(f"{figure:.2f}" for figure in published) if published else "-",
             "diff.": "-",
             "time": _times(found),
             "messages": spread([messages(r) for r in found], digits=0) if found else "-",
         }
-        if found and published and comparable:
+        if found and published and place.comparable(column):
             line["diff."] = f"{100 * handed(found) - published[0]:+.1f}"
         if experiment.plot == "tradeoff":
             share = ratio(found, results["fedavg"], converged)
@@ -137,9 +154,9 @@ def asides(place: Place, column: str, results: Results) -> list[str]:
         (paper.sent, "fedasync", _sent, "{:.3f} times FedAsync's models sent (paper: {:.2f})"),
     ):
         for row, published in figures.items():
-            ours = ratio(results[row], results.get(base, ()), figure)
+            ours = ratio(results.get(row, ()), results.get(base, ()), figure)
             if ours is not None and column in published:
-                label = place.experiment.strategies[row].label
+                label = place.experiment.label(row)
                 lines.append(f"{label}: {what.format(ours, published[column])}")
     return lines
 

@@ -34,14 +34,15 @@ def plot_bars(bars: Mapping[str, Bar], path: str | Path, title: str) -> Path:
             places = [k + offset for k in known]
             axes.barh(places, list(known.values()), height=0.34, color=colour, label=name)
             for place, value in zip(places, known.values(), strict=True):
+                inside = value > 0.12  # else there is no room in the bar
                 axes.annotate(
                     f"{value:.1%}",
-                    (value, place),
+                    (0 if inside else value, place),
                     xytext=(4, 0),
                     textcoords="offset points",
                     va="center",
                     fontsize=8,
-                    color=QUIET,
+                    color="white" if inside else QUIET,
                 )
         said = {k: bar.published for k, bar in enumerate(bars.values())}
         said = {k: value for k, value in said.items() if value is not None}
@@ -50,7 +51,7 @@ def plot_bars(bars: Mapping[str, Bar], path: str | Path, title: str) -> Path:
             axes.vlines(list(said.values()), low, high, color=INK, linewidth=2, label="paper")
         axes.set_yticks(range(len(bars)), list(bars))
         axes.set_ylim(len(bars) - 0.45, -0.55)  # the first on top
-        axes.set_xlim(0, 1.08)
+        axes.set_xlim(0, 1)
         bare(axes, grid=None)
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
