@@ -6,7 +6,8 @@ numbered over the whole run, so a late, repeated or invented update is recognise
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ class Dispatch:
 
     With `preempt` the client is in training already (a multicast): it swaps this model in at a
     step boundary and goes on with the local steps that it has left.
+    `anchor` is the vector that the task's objective refers to, if not the received model.
     """
 
     client: int
@@ -26,6 +28,12 @@ class Dispatch:
     params: Tensor
     task: Task
     preempt: bool = False
+    anchor: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vectors that travel."""
+        return self.params.nbytes + (0 if self.anchor is None else self.anchor.nbytes)
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,20 @@ class Update:
     """Client to server: the answer to dispatch `number`.
 
     `vector` is what the task asked for: the trained model, its difference from the model that was
-    received, or a gradient. `samples` is the number of training samples behind it.
+    received, or a gradient. `samples` is the number of training samples behind it. `extras` is
+    what else the task asked for, by name (`Task.extras`).
     """
 
     client: int
     number: int
     vector: Tensor
     samples: int
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vectors that travel."""
+        return self.vector.nbytes + sum(extra.nbytes for extra in self.extras.values())
 
 
 @dataclass(frozen=True)

@@ -155,10 +155,11 @@ class Server:
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False
     ) -> Dispatch:
         params, task = model(client), self.strategy.task(client)
+        anchor = self.strategy.anchor_for(client)
         number = len(self.owners)
         self.owners.append(client)
         self.open.setdefault(client, []).append(Open(number, self.round, self.version))
-        return Dispatch(client, number, params, task, preempt)
+        return Dispatch(client, number, params, task, preempt, anchor)
 
     def _check(self, update: Update) -> None:
         client, number = update.client, update.number
@@ -191,6 +192,19 @@ class Server:
                 f"client {client} sent {bad} values that are NaN or infinite: its training "
                 "diverged; lower the learning rate"
             )
+        wanted_extras = self.strategy.task(client).extras
+        if set(update.extras) != set(wanted_extras):
+            raise Refused(
+                f"client {client} sent the extras {sorted(update.extras)}, expected "
+                f"{sorted(wanted_extras)}"
+            )
+        for name, rows in wanted_extras.items():
+            extra = update.extras[name]
+            if extra.ndim != 2 or len(extra) != rows or not bool(torch.isfinite(extra).all()):
+                raise Refused(
+                    f"client {client} sent {name!r} of shape {list(extra.shape)}, expected "
+                    f"{rows} rows of finite numbers"
+                )
         if update.samples < 1:
             raise Refused(f"client {client} claims {update.samples} samples; expected 1 or more")
 

@@ -87,6 +87,11 @@ class Strategy(Options):
         """The model that the client would be handed now. Never modified in place afterwards."""
         raise NotImplementedError
 
+    def anchor_for(self, client: int) -> Tensor | None:
+        """What is sent along for the objective of the client's task to refer to, if that is not
+        the model that it receives."""
+        return None
+
     def revision(self, client: int) -> int | None:
         """A number that changes whenever `model_for(client)` does; None: not known, so it is
         looked at anew."""

@@ -1,9 +1,9 @@
 """What a client is asked to do: how long it trains, with which solver, on which objective.
 
 A task is plain data (it travels to the client and into checkpoints); `polytempo.local` carries it
-out. The objectives add a pull towards the received model, the *anchor*, to the local loss. They do
-so by adding their gradient, in closed form, to the flat gradient vector of the loss: no autograd
-graph over the parameters is needed.
+out. The objectives add a term to the local loss that refers to the *anchor*: the received model, or
+a vector that came with it. They do so by adding their gradient, in closed form, to the flat
+gradient vector of the loss: no autograd graph over the parameters is needed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,22 @@ def _norm(a: Tensor) -> Tensor:
     return _dot(a, a).sqrt()
 
 
-Objective = Annotated[Plain | Proximal | Pull, Field(discriminator="kind")]
+class Drift(Options):
+    """`<anchor, theta>`: the anchor, sent along for the purpose, is added to every gradient (the
+    control variates of SCAFFOLD and FedAC)."""
+
+    kind: Literal["drift"] = "drift"
+    isotropic: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(tt), torch.ones_like(tt)
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        grad.add_(anchor)
+
+
+Objective = Annotated[Plain | Proximal | Pull | Drift, Field(discriminator="kind")]
 
 
 class Task(Options):
@@ -122,6 +137,8 @@ class Task(Options):
     `upload` says what comes back: the trained model, its difference from the received one
     ("delta"), or the gradient of the first mini-batch with no step taken ("gradient"; weight decay
     and the objective's pull included).
+    `basis`: after training, so many principal directions of the client's features (what enters the
+    last linear layer) are uploaded too (FedSaC).
     """
 
     epochs: Annotated[int, Field(ge=1)] = 5
@@ -132,6 +149,12 @@ class Task(Options):
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     objective: Objective = Field(default_factory=Plain)
     upload: Literal["model", "delta", "gradient"] = "model"
+    basis: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def extras(self) -> dict[str, int]:
+        """What is uploaded beside the vector: names, and the number of rows of each."""
+        return {"basis": self.basis} if self.basis else {}
 
     def batches(self, samples: int) -> int:
         """Steps in one epoch. A last batch of one single sample joins the batch before it (batch

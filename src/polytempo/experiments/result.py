@@ -83,7 +83,7 @@ def summarise(
     """The figures of a run as it stands."""
     history = simulator.history
     last = history[-1]
-    sent, size = simulator.messages, simulator.server.context.initial.nbytes
+    sent = simulator.messages
     arrivals = max(1, simulator.server.round)
     return RunResult(
         {
@@ -104,7 +104,7 @@ def summarise(
             "arrivals": simulator.server.round,
             "messages": {
                 **sent,
-                **{f"{kind}_bytes": count * size for kind, count in sent.items()},
+                **{f"{kind}_bytes": size for kind, size in simulator.bytes.items()},
             },
             "staleness_mean": sum(k * v for k, v in simulator.staleness.items()) / arrivals,
             "staleness": {str(k): v for k, v in sorted(simulator.staleness.items())},

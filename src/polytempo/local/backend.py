@@ -129,6 +129,10 @@ class Backend:
         del self._announced[id(job)], self._begun[id(job)]
         return self._done.pop(id(job))
 
+    def extras(self, job: Job, upload: Tensor) -> dict[str, Tensor]:
+        """What the job's task wants beside this upload of it."""
+        return self.solver.extras(job, upload)
+
     def evaluate(self, models: Models) -> list[list[Score]]:
         """Each model on the test splits of the clients named beside it. On workers, this goes
         before all training that they have not been asked for yet."""

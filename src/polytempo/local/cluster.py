@@ -88,7 +88,9 @@ class RayPool:
 
     def train(self, worker: int, jobs: Sequence[Job]) -> None:
         rows = _array([job.params for job in jobs])
-        self._ask(worker, "train", rows, [vars(job) | {"params": None} for job in jobs])
+        anchors = [None if job.anchor is None else _array([job.anchor]) for job in jobs]
+        bare = [vars(job) | {"params": None, "anchor": None} for job in jobs]
+        self._ask(worker, "train", rows, anchors, bare)
 
     def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         rows = _array([model for model, _ in models])
@@ -154,11 +156,18 @@ class _Worker:
         self.solver = kind(module, Federation(**{**data, **shared}), seed, buffers)
         return str(ray.get_runtime_context().get_node_id())
 
-    def train(self, rows: Any, jobs: Sequence[Mapping[str, Any]]) -> Any:
-        models = _models(rows, self.solver.space.vector.dtype)
-        pairs = zip(jobs, models, strict=True)
-        uploads = self.solver.train_group([Job(**{**job, "params": model}) for job, model in pairs])
-        return _array(uploads)
+    def train(self, rows: Any, anchors: Sequence[Any], jobs: Sequence[Mapping[str, Any]]) -> Any:
+        dtype = self.solver.space.vector.dtype
+        whole = [
+            Job(**{**job, "params": model, "anchor": anchor})
+            for job, model, anchor in zip(
+                jobs,
+                _models(rows, dtype),
+                [None if row is None else _models(row, dtype)[0] for row in anchors],
+                strict=True,
+            )
+        ]
+        return _array(self.solver.train_group(whole))
 
     def evaluate(self, rows: Any, clients: Sequence[Sequence[int]]) -> list[list[Score]]:
         models = _models(rows, self.solver.space.vector.dtype)

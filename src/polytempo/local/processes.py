@@ -41,10 +41,10 @@ class Processes:
         self._size = solver.space.size
         dtype = solver.space.vector.dtype
         stride = -(-self._size // 16) * 16  # rows aligned alike: same sums, bit for bit
-        rows = workers * AHEAD * solver.group
+        rows = 2 * workers * AHEAD * solver.group  # a model and an anchor for each job
         shared = mmap.mmap(-1, max(1, rows * stride * dtype.itemsize))
         self._rows = torch.frombuffer(shared, dtype=dtype).view(
-            workers, AHEAD, solver.group, stride
+            workers, AHEAD, 2, solver.group, stride
         )[..., : self._size]
         self._sent = [0] * workers
         self._pipes: list[Connection] = []
@@ -65,13 +65,16 @@ class Processes:
 
     def train(self, worker: int, jobs: Sequence[Job]) -> None:
         place = self._place(worker)
-        for job, row in zip(jobs, self._rows[worker, place], strict=False):
-            row.copy_(job.params)
-        self._send(worker, ("train", place, [replace(job, params=_NOTHING) for job in jobs]))
+        models, anchors = self._rows[worker, place]
+        for job, model, anchor in zip(jobs, models, anchors, strict=False):
+            model.copy_(job.params)
+            if job.anchor is not None:
+                anchor.copy_(job.anchor)
+        self._send(worker, ("train", place, [_bare(job) for job in jobs]))
 
     def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         place = self._place(worker)
-        for (model, _), row in zip(models, self._rows[worker, place], strict=False):
+        for (model, _), row in zip(models, self._rows[worker, place, 0], strict=False):
             row.copy_(model)
         self._send(worker, ("evaluate", place, [clients for _, clients in models]))
 
@@ -81,7 +84,7 @@ class Processes:
         worker = self._pipes.index(pipe)
         place, answer = self._answer(worker)
         if isinstance(answer, int):  # so many models are in the rows
-            return worker, [row.clone() for row in self._rows[worker, place, :answer]]
+            return worker, [row.clone() for row in self._rows[worker, place, 0, :answer]]
         return worker, answer
 
     def peak_memory(self) -> float:
@@ -143,18 +146,20 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
         except (EOFError, OSError):
             return
         answer: Any = None
+        models, anchors = rows[place]
         try:
             if kind == "train":
                 jobs = [
-                    replace(job, params=row) for job, row in zip(details, rows[place], strict=False)
+                    replace(job, params=model, anchor=None if job.anchor is None else anchor)
+                    for job, model, anchor in zip(details, models, anchors, strict=False)
                 ]
-                for row, upload in zip(rows[place], solver.train_group(jobs), strict=False):
+                for row, upload in zip(models, solver.train_group(jobs), strict=False):
                     row.copy_(upload)
                 answer = len(jobs)
             elif kind == "evaluate":
                 answer = [
                     solver.evaluate(row, clients)
-                    for row, clients in zip(rows[place], details, strict=False)
+                    for row, clients in zip(models, details, strict=False)
                 ]
             else:
                 answer = [max(0.0, peak_memory() - before, private_memory())]
@@ -164,6 +169,11 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
             pipe.send((place, answer))
         except BrokenPipeError:
             return  # nobody waits for it any more
+
+
+def _bare(job: Job) -> Job:
+    """The job without its vectors."""
+    return replace(job, params=_NOTHING, anchor=None if job.anchor is None else _NOTHING)
 
 
 def _portable(error: Exception) -> Exception:

@@ -83,7 +83,7 @@ class StackTrainer(Trainer):
 
     def kind(self, job: Job) -> object:
         """Jobs with the same task, and matrices of the same shape, can be done together."""
-        return job.task, self._rows(job), self._dual(job)
+        return job.task, self._rows(job), self._dual(job), job.anchor is None
 
     def train(self, job: Job) -> Tensor:
         [trained] = self.train_group([job])
@@ -99,7 +99,7 @@ class StackTrainer(Trainer):
         jobs, schedules = [jobs[k] for k in order], [schedules[k] for k in order]
         samples, task = self._dual(jobs[0]), jobs[0].task
         layout = Layout(samples or self._features, self._widths, samples > 0)
-        models = self._load(jobs, layout, samples > 0)
+        models = self._load([job.params for job in jobs], layout, samples > 0)
         plan = Plan(self.federation, jobs, schedules, self._rows(jobs[0]), samples)
         points = [self._points(job.client) for job in jobs]
         if samples:
@@ -107,19 +107,21 @@ class StackTrainer(Trainer):
             received = [self._views(job.params)[0][0] for job in jobs]
             found = Dual(task, layout, plan, models, points, grams, received).run()
         else:
-            found = Direct(task, layout, plan, models, points).run()
+            sent = [job.anchor for job in jobs if job.anchor is not None]
+            anchors = self._load(sent, layout, False) if sent else models.clone()
+            found = Direct(task, layout, plan, models, anchors, points).run()
         results = []
         for k in np.argsort(order):
             whole = self._unload(found[k], layout, points[k], jobs[k].params, samples > 0)
             results.append(whole - jobs[k].params if task.upload == "delta" else whole)
         return results
 
-    def _load(self, jobs: Sequence[Job], layout: Layout, dual: bool) -> Tensor:
-        """The received models in the layout, one in each row; in dual form, C = 0 and alpha = 1."""
-        models = jobs[0].params.new_zeros(len(jobs), layout.stride)
+    def _load(self, vectors: Sequence[Tensor], layout: Layout, dual: bool) -> Tensor:
+        """Flat vectors in the layout, one in each row; in dual form, C = 0 and alpha = 1."""
+        models = vectors[0].new_zeros(len(vectors), layout.stride)
         weights, biases = layout.views(models)
-        for k, job in enumerate(jobs):
-            theirs = self._views(job.params)
+        for k, vector in enumerate(vectors):
+            theirs = self._views(vector)
             for number in range(dual, len(weights)):
                 weights[number][k] = theirs[0][number]
             for mine, bias in zip(biases, theirs[1], strict=True):
@@ -172,7 +174,7 @@ class StackTrainer(Trainer):
     def _dual(self, job: Job) -> int:
         """The number of samples, rounded up so that many clients have the same, if the dual form
         takes less arithmetic; else 0."""
-        if not job.task.objective.linear:
+        if not job.task.objective.linear or job.anchor is not None:
             return 0
         samples, outputs = self.federation.samples[job.client], self._widths[0]
         steps = job.task.total_steps(samples) * min(samples, job.task.batch_size)
@@ -219,9 +221,11 @@ class Plan:
 class Descent:
     """Several models on their way; how the first layer is trained is up to the subclass."""
 
-    def __init__(self, task: Task, layout: Layout, plan: Plan, models: Tensor) -> None:
+    def __init__(
+        self, task: Task, layout: Layout, plan: Plan, models: Tensor, anchors: Tensor
+    ) -> None:
         self.task, self.layout, self.plan = task, layout, plan
-        self.theta, self.anchor, self.momentum = models, models.clone(), torch.zeros_like(models)
+        self.theta, self.anchor, self.momentum = models, anchors, torch.zeros_like(models)
 
     def enter(self, theta: Tensor, places: Tensor, out: Tensor) -> None:
         """The first layer's activations, without bias, of the samples at these places."""
@@ -283,9 +287,15 @@ class Direct(Descent):
     """The first layer is trained as it is."""
 
     def __init__(
-        self, task: Task, layout: Layout, plan: Plan, models: Tensor, points: Sequence[Tensor]
+        self,
+        task: Task,
+        layout: Layout,
+        plan: Plan,
+        models: Tensor,
+        anchors: Tensor,
+        points: Sequence[Tensor],
     ) -> None:
-        super().__init__(task, layout, plan, models)
+        super().__init__(task, layout, plan, models, anchors)
         self.points = points[0] if len(points) == 1 else torch.cat(list(points))
         self.inputs = models.new_empty(len(models), plan.rows, layout.pairs[0][0])
 
@@ -324,7 +334,7 @@ class Dual(Descent):
             self._part(models, self.activations), points, received, strict=True
         ):
             torch.matmul(x, weight.T, out=z[: len(x)])
-        super().__init__(task, layout, plan, models)
+        super().__init__(task, layout, plan, models, models.clone())
         self.square = torch.stack([w.square().sum(dtype=torch.float64) for w in received])
         self.fixed = self.anchor[:, layout.rest : layout.alpha]
         self.aa = _products(self.fixed, self.fixed) + self.square

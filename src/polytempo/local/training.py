@@ -23,6 +23,7 @@ from polytempo.core.parameters import BufferPolicy, ParameterSpace
 from polytempo.core.rng import rng, stream_seed
 from polytempo.core.task import Task
 from polytempo.data import Federation
+from polytempo.local.features import last_features, principal_directions
 from polytempo.local.vocabulary import Vocabulary
 
 _EVALUATION_BATCH = 512
@@ -39,6 +40,7 @@ class Job:
     stream: tuple[str | int, ...]  # names the random stream
     first_step: int = 0  # steps of the schedule that are skipped (done before a multicast)
     last_step: int | None = None  # where an urgent request ends it
+    anchor: Tensor | None = None  # what the objective refers to, if not `params`
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Solver(Protocol):
 
     def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
         """The upload of each of these jobs, which are of one kind."""
+        ...
+
+    def extras(self, job: Job, upload: Tensor) -> dict[str, Tensor]:
+        """What the job's task wants beside its upload."""
         ...
 
     def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
@@ -93,7 +99,7 @@ class Trainer:
         shard = self.federation.train[job.client]
         x, y = self.federation.x[shard], self.federation.y[shard]
         space.load(job.params)
-        if self._vocabulary is not None and task.objective.isotropic:
+        if self._vocabulary is not None and task.objective.isotropic and job.anchor is None:
             with self._vocabulary.restricted(x, job.params) as part:
                 found = self._descend(job, part.theta, part.grad, part.renamed, y)
                 trained = part.widen(found)
@@ -108,7 +114,8 @@ class Trainer:
     def _descend(self, job: Job, theta: Tensor, grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Take the job's steps on `theta`, of which the module's parameters are views, as those of
         their gradients are of `grad`. Returns `theta`, or `grad` if that is to be uploaded."""
-        task, anchor = job.task, theta.clone()
+        task = job.task
+        anchor = theta.clone() if job.anchor is None else job.anchor[: len(theta)]
         momentum: Tensor | None = None  # empty at each dispatch and each multicast
         whole = x.numel() <= _PREPARED_AT_ONCE
         if whole:
@@ -137,6 +144,18 @@ class Trainer:
                         momentum.mul_(task.momentum).add_(grad)
                     theta.sub_(momentum, alpha=task.lr)
         return theta
+
+    @torch.inference_mode()
+    def extras(self, job: Job, upload: Tensor) -> dict[str, Tensor]:
+        """What the job's task wants beside its upload."""
+        if not job.task.basis:
+            return {}
+        self.space.load(job.params + upload if job.task.upload == "delta" else upload)
+        self.space.module.eval()
+        x = self.federation.x[self.federation.train[job.client]]
+        parts = [x[k : k + _EVALUATION_BATCH] for k in range(0, len(x), _EVALUATION_BATCH)]
+        features = [last_features(self.space.module, self._inputs(part)) for part in parts]
+        return {"basis": principal_directions(torch.cat(features), job.task.basis)}
 
     @torch.inference_mode()
     def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:

@@ -14,7 +14,7 @@ from polytempo.core.task import Task
 from polytempo.local import Job
 from polytempo.simulation.simulator import Flight, Simulator
 
-FORMAT = 2
+FORMAT = 3
 _TASKS = TypeAdapter(Task)
 
 
@@ -33,6 +33,7 @@ def snapshot(simulator: Simulator) -> State:
         "transit": [_dispatch_state(dispatch) for dispatch in simulator.transit.values()],
         "history": simulator.history,
         "messages": dict(simulator.messages),
+        "bytes": dict(simulator.bytes),
         "staleness": [list(pair) for pair in simulator.staleness.items()],
         "wall": dict(simulator.wall),
         "events": simulator.events,
@@ -62,6 +63,7 @@ def restore(simulator: Simulator, state: State) -> None:
     simulator.transit = {found["number"]: _dispatch(found) for found in state["transit"]}
     simulator.history = list(state["history"])
     simulator.messages = Counter(state["messages"])
+    simulator.bytes = Counter(state["bytes"])
     simulator.staleness = Counter(dict(state["staleness"]))
     simulator.wall = dict(state["wall"])
     simulator.events, simulator.fingerprint = state["events"], state["fingerprint"]
@@ -106,6 +108,7 @@ def _flight_state(flight: Flight) -> State:
         "stream": list(job.stream),
         "first_step": job.first_step,
         "last_step": job.last_step,
+        "anchor": job.anchor,
     }
 
 
@@ -117,6 +120,7 @@ def _flight(found: dict[str, Any]) -> Flight:
         tuple(found["stream"]),
         found["first_step"],
         found["last_step"],
+        found["anchor"],
     )
     return Flight(
         found["first"],
@@ -135,10 +139,11 @@ def _dispatch_state(dispatch: Dispatch) -> State:
         "client": dispatch.client,
         "number": dispatch.number,
         "params": dispatch.params,
+        "anchor": dispatch.anchor,
         "task": _TASKS.dump_python(dispatch.task, mode="json"),
     }
 
 
 def _dispatch(found: dict[str, Any]) -> Dispatch:
     task = _TASKS.validate_python(found["task"])
-    return Dispatch(found["client"], found["number"], found["params"], task, preempt=True)
+    return Dispatch(found["client"], found["number"], found["params"], task, True, found["anchor"])

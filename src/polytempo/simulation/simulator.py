@@ -129,6 +129,7 @@ class Simulator:
 
         self.history: list[dict[str, Any]] = []
         self.messages = Counter(dispatch=0, upload=0, multicast=0)
+        self.bytes = Counter(self.messages)
         self.staleness: Counter[int] = Counter()
         self.wall = {"training": 0.0, "server": 0.0, "evaluation": 0.0, "total": 0.0}
         self.events = 0
@@ -215,7 +216,9 @@ class Simulator:
             return
         with self._timed("training"):
             vector = self.backend.train(flight.job)
-        update = Update(client, flight.number, vector, self.federation.samples[client])
+            extras = self.backend.extras(flight.job, vector)
+        samples = self.federation.samples[client]
+        update = Update(client, flight.number, vector, samples, extras)
         stale = self.server.staleness(client, flight.number)
         with self._timed("server"):
             version = self.server.version
@@ -231,7 +234,7 @@ class Simulator:
                 ) from refusal
         del self.flights[client]
         self.staleness[stale.rounds] += 1
-        self._count("upload")
+        self._count("upload", update.nbytes)
         details = {"staleness": stale.rounds, "versions": stale.versions}
         self._emit("upload", client, flight.number, **details)
         self._act(actions)
@@ -276,14 +279,14 @@ class Simulator:
                 self._emit("urgent", client, action.number)
                 self._post(STOP, action, 0.0)
             elif action.preempt:
-                self._count("multicast")
+                self._count("multicast", action.nbytes)
                 self._emit("multicast", client, action.number)
-                if self._post(DELIVER, action, self._transfer(client)):
+                if self._post(DELIVER, action, action.nbytes / self.bandwidths[client]):
                     self.transit[action.number] = action
                 else:
                     self._emit("missed", client, action.number)
             else:
-                self._count("dispatch")
+                self._count("dispatch", action.nbytes)
                 self._emit("dispatch", client, action.number)
                 self._launch(action)
 
@@ -298,21 +301,23 @@ class Simulator:
 
     def _launch(self, dispatch: Dispatch) -> None:
         client, number = dispatch.client, dispatch.number
-        stream = rng(self.seed, "device", client, "dispatch", number)
+        luck = rng(self.seed, "device", client, "dispatch", number)
         work = dispatch.task.work(self.federation.samples[client])
-        seconds = self.devices.seconds(self.factors[client], work, stream)
+        seconds = self.devices.seconds(self.factors[client], work, luck)
         now = self.timeline.at(client, self.time)
         if now is not None and now.latency is not None:
             seconds = now.latency
         fate = self.dropout.fate(rng(self.seed, "fate", client, "dispatch", number))
         if isinstance(fate, float):
             seconds *= fate
-        job = Job(client, dispatch.params, dispatch.task, ("client", client, "dispatch", number))
-        transfer = self._transfer(client)
-        flight = Flight(number, number, job, self.time + transfer, seconds, transfer)
+        stream = ("client", client, "dispatch", number)
+        job = Job(client, dispatch.params, dispatch.task, stream, anchor=dispatch.anchor)
+        download = dispatch.nbytes / self.bandwidths[client]
+        upload = dispatch.params.nbytes / self.bandwidths[client]
+        flight = Flight(number, number, job, self.time + download, seconds, upload)
         flight.lost = fate == "lost"
         self.flights[client] = flight
-        self._expect(flight, flight.begin + seconds + transfer)
+        self._expect(flight, flight.begin + seconds + upload)
         self._announce(flight)
 
     def _announce(self, flight: Flight) -> None:
@@ -342,7 +347,8 @@ class Simulator:
             done = math.ceil(flight.progress(self.time) * total)
             if done < (flight.job.last_step or total):
                 replaced, flight.number = flight.number, number
-                self._change_job(flight, params=multicast.params, first_step=done)
+                fresh = {"params": multicast.params, "anchor": multicast.anchor}
+                self._change_job(flight, **fresh, first_step=done)
                 self._emit("restart", client, number, replaces=replaced, step=done)
                 return
         self._emit("missed", client, number)
@@ -423,12 +429,10 @@ class Simulator:
 
     # -- small things --------------------------------------------------------------------------
 
-    def _transfer(self, client: int) -> float:
-        return self.server.context.initial.nbytes / self.bandwidths[client]
-
-    def _count(self, kind: str) -> None:
+    def _count(self, kind: str, size: int) -> None:
         if self.strategy.communicates:
             self.messages[kind] += 1
+            self.bytes[kind] += size
 
     def _push(self, time: float, priority: int, client: int, flight: int, number: int) -> int:
         self.counter += 1
