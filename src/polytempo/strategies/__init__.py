@@ -2,6 +2,7 @@
 
 from polytempo.core.strategy import STRATEGIES, Strategy
 from polytempo.strategies.asafl import ASAFL
+from polytempo.strategies.fedac import FedAC
 from polytempo.strategies.fedasync import FedAsync
 from polytempo.strategies.fedavg import FedAvg, FedProx
 from polytempo.strategies.fedbuff import FedBuff
@@ -15,6 +16,7 @@ __all__ = [
     "PACE",
     "PORT",
     "STRATEGIES",
+    "FedAC",
     "FedAsync",
     "FedAvg",
     "FedBuff",
