@@ -318,16 +318,26 @@ def reproduce_command(
             **settings,
         )
     results = {column: collect(place, column) for column in columns}
+    tables = {column: reproduction(place, column, results[column]) for column in columns}
     if as_json:
-        tables = {column: reproduction(place, column, results[column]) for column in columns}
         about = {"title": chosen.title, "quick": quick, "remarks": chosen.notes(columns)}
         output.print_json(data=about | {"tables": tables})
+    else:
+        output.print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
+        if quick:
+            output.print(f"[bold yellow]{QUICK}[/]", highlight=False)
+        for column in columns:
+            output.print(f"\n{escape(chosen.heading(column))}", highlight=False)
+            _print_table(tables[column])
+            for line in asides(place, column, results[column]):
+                output.print(escape(line), highlight=False)
+        for remark in (LEGEND, *chosen.notes(columns)):
+            output.print(f"- {escape(remark)}", highlight=False)
     for name in dict.fromkeys(column.partition("/")[0] for column in columns):
-        own = [column for column in columns if column.partition("/")[0] == name]
         again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
-        folder = write_report(place, own, results, again)
-        if not as_json:
-            _show_reproduction(place, own, results, folder)
+        folder = write_report(place, name, again)
+        if folder is not None and not as_json:
+            output.print(f"table, plots and report: [bold]{escape(str(folder))}[/]", soft_wrap=True)
     for failure in failed:
         _complain(failure)
     if not complete:
@@ -495,27 +505,6 @@ def _list_experiments(as_json: bool) -> None:
     for each in found:
         listing.add_row(each.name, escape(each.title), ", ".join(each.columns))
     output.print(listing)
-
-
-def _show_reproduction(
-    place: Place,
-    columns: Sequence[str],
-    results: Mapping[str, Mapping[str, Sequence[RunResult]]],
-    folder: Path | None,
-) -> None:
-    experiment = place.experiment
-    output.print(f"[bold]{escape(experiment.title)}[/]", highlight=False)
-    if place.quick:
-        output.print(f"[bold yellow]{QUICK}[/]", highlight=False)
-    for column in columns:
-        output.print(f"\n{escape(experiment.heading(column))}", highlight=False)
-        _print_table(reproduction(place, column, results[column]))
-        for line in asides(place, column, results[column]):
-            output.print(escape(line), highlight=False)
-    for remark in (LEGEND, *experiment.notes(columns)):
-        output.print(f"- {escape(remark)}", highlight=False)
-    if folder is not None:
-        output.print(f"table, plots and report: [bold]{escape(str(folder))}[/]", soft_wrap=True)
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:

@@ -14,6 +14,7 @@ from polytempo.experiments.reproduce import (
     Place,
     Results,
     asides,
+    collect,
     converged,
     handed,
     ratio,
@@ -23,15 +24,15 @@ from polytempo.experiments.result import RunResult
 from polytempo.report import Bar, plot_accuracy, plot_bars, plot_tradeoff, write_html
 
 
-def write_report(
-    place: Place, columns: Sequence[str], results: Mapping[str, Results], command: str
-) -> Path | None:
-    """table.md, the plots and report.html of the columns of one data set; None if nothing has been
-    run yet."""
-    if not any(found for column in columns for found in results[column].values()):
-        return None
+def write_report(place: Place, dataset: str, command: str) -> Path | None:
+    """table.md, the plots and report.html of a data set: of every split of which something has been
+    run, by whatever call. None if there is nothing."""
     experiment = place.experiment
-    dataset = columns[0].partition("/")[0]
+    own = [column for column in experiment.columns if column.partition("/")[0] == dataset]
+    results = {column: collect(place, column) for column in own}
+    columns = [column for column in own if any(results[column].values())]
+    if not columns:
+        return None
     folder = place.report(dataset)
     folder.mkdir(parents=True, exist_ok=True)
     tables = {column: table(place, column, results[column]) for column in columns}
@@ -99,12 +100,10 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
     heading = ("QUICK, " if place.quick else "") + experiment.heading(column)
     label = {row: experiment.label(row) for row in experiment.rows}
     run = {row: found for row, found in results.items() if found}
-    images = []
-    if run:
-        curves = {label[row]: [r.curve() for r in found] for row, found in run.items()}
-        path = plot_accuracy(curves, folder / f"accuracy_{split}.png")
-        images.append((f"{heading}: accuracy against simulated time", path))
-    if experiment.plot == "bars" and run:
+    curves = {label[row]: [r.curve() for r in found] for row, found in run.items()}
+    path = plot_accuracy(curves, folder / f"accuracy_{split}.png")
+    images = [(f"{heading}: accuracy against simulated time", path)]
+    if experiment.plot == "bars":
         bars = {label[row]: _bar(place, row, column, results[row]) for row in experiment.rows}
         path = plot_bars(bars, folder / f"bars_{split}.png", heading)
         images.append((f"{heading}: handed, adapted, and the paper's figure", path))
@@ -112,7 +111,8 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
         times = {row: ratio(found, results["fedavg"], converged) for row, found in run.items()}
         points = {label[row]: (time, handed(run[row])) for row, time in times.items() if time}
         if points:
-            path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", f"{heading}: handed accuracy")
+            title = f"{heading}: handed accuracy"
+            path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", title)
             images.append((f"{heading}: handed accuracy against convergence time", path))
     return images
 

@@ -148,6 +148,8 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
 
 def asides(place: Place, column: str, results: Results) -> list[str]:
     """Figures that the paper gives for few methods only, too few for a column of the table."""
+    if not place.comparable(column):
+        return []
     paper, lines = place.experiment.paper, []
     for figures, base, figure, what in (
         (paper.time, "fedavg", converged, "{:.1%} of FedAvg's convergence time (paper: {:.1%})"),
