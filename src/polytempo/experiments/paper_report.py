@@ -118,7 +118,7 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
 
 
 def _bar(place: Place, row: str, column: str, found: Sequence[RunResult]) -> Bar:
-    published = place.experiment.paper.accuracy.get(row, {}).get(column)
+    published = place.experiment.published(row, column)
     adapted = [r.accuracy_adapted for r in found if r.accuracy_adapted is not None]
     return Bar(
         handed=handed(found) if found else None,

@@ -50,6 +50,7 @@ class Method(_Part):
     label: str
     strategy: str
     settings: dict[str, Any] = {}
+    published_as: str | None = None  # the row whose published figures stand beside this one, too
     remark: str | None = None
 
 
@@ -80,6 +81,10 @@ class Experiment(_Part):
 
     def label(self, row: str) -> str:
         return self.labels.get(row, self.strategies[row].label)
+
+    def published(self, row: str, column: str) -> tuple[float, ...] | None:
+        """The paper's accuracy: mean and, if known, spread."""
+        return self.paper.accuracy.get(self.strategies[row].published_as or row, {}).get(column)
 
     def column(self, name: str) -> tuple[Dataset, Column]:
         dataset, _, split = name.partition("/")

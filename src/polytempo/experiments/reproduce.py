@@ -123,11 +123,11 @@ LEGEND = (
 
 def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
     """One line a row: our figures as far as there are any, and the paper's beside them."""
-    experiment, paper = place.experiment, place.experiment.paper
+    experiment = place.experiment
     lines = []
     for row in experiment.rows:
         found = results.get(row, ())
-        published = paper.accuracy.get(row, {}).get(column)
+        published = experiment.published(row, column)
         line = {
             "method": experiment.label(row),
             "handed": _share(found, "accuracy"),
