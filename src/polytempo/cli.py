@@ -317,6 +317,10 @@ def reproduce_command(
             watch=lambda label, seed: _watch(progress, f"{label} seed {seed}"),
             **settings,
         )
+    folders = []
+    for name in dict.fromkeys(column.partition("/")[0] for column in columns):
+        again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
+        folders.append(write_report(place, name, again))
     results = {column: collect(place, column) for column in columns}
     tables = {column: reproduction(place, column, results[column]) for column in columns}
     if as_json:
@@ -333,10 +337,7 @@ def reproduce_command(
                 output.print(escape(line), highlight=False)
         for remark in (LEGEND, *chosen.notes(columns)):
             output.print(f"- {escape(remark)}", highlight=False)
-    for name in dict.fromkeys(column.partition("/")[0] for column in columns):
-        again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
-        folder = write_report(place, name, again)
-        if folder is not None and not as_json:
+        for folder in filter(None, folders):
             output.print(f"table, plots and report: [bold]{escape(str(folder))}[/]", soft_wrap=True)
     for failure in failed:
         _complain(failure)
@@ -508,7 +509,7 @@ def _list_experiments(as_json: bool) -> None:
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     first, *others = rows[0]
     table.add_column(first, min_width=10, overflow="fold")
     for column in others:

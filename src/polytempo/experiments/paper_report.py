@@ -109,7 +109,9 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
         images.append((f"{heading}: handed, adapted, and the paper's figure", path))
     if experiment.plot == "tradeoff":
         times = {row: ratio(found, results["fedavg"], converged) for row, found in run.items()}
-        points = {label[row]: (time, handed(run[row])) for row, time in times.items() if time}
+        points = {
+            label[row]: (time, handed(run[row])) for row, time in times.items() if time is not None
+        }
         if points:
             title = f"{heading}: handed accuracy"
             path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", title)

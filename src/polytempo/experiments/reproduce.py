@@ -193,8 +193,8 @@ def ratio(
     """The ratio of the means over the seeds that both have."""
     ours = {r.summary["seed"]: figure(r) for r in found}
     theirs = {r.summary["seed"]: figure(r) for r in base}
-    pairs = [(ours[s], theirs[s]) for s in ours.keys() & theirs if ours[s] and theirs[s]]
-    if not pairs:
+    pairs = [(ours[seed], theirs[seed]) for seed in ours.keys() & theirs]
+    if not pairs or any(None in pair for pair in pairs):
         return None
     one, other = np.array(pairs, dtype=float).sum(axis=0)
-    return float(one / other)
+    return float(one / other) if other else None

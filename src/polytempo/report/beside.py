@@ -76,6 +76,7 @@ def plot_tradeoff(points: Mapping[str, tuple[float, float]], path: str | Path, t
                 linestyle="none",
                 marker=markers[index // len(PALETTE) % len(markers)],
                 markersize=8,
+                clip_on=False,
                 color=PALETTE[index % len(PALETTE)],
                 label=label,
             )
