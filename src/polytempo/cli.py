@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.registry import Options
 from polytempo.data import available
 from polytempo.experiments.compare import compare as run_comparison
 from polytempo.experiments.compare import slug
@@ -184,7 +185,7 @@ def run_command(
 ) -> None:
     """Run one strategy on a federation, on a simulated clock.
 
-    Example: polytempo run --strategy pace:gamma=2 --data digits --clients 20 --rounds 400
+    Example: polytempo run --strategy pace:graph.gamma=2 --data digits --clients 20 --rounds 400
 
     Ctrl-C stops between two events and leaves a folder that --resume continues.
     """
@@ -218,7 +219,7 @@ def run_command(
 @with_settings(*(name for name in RunConfig.model_fields if name not in ("strategy", "seed")))
 def compare_command(
     strategies: Annotated[
-        list[str], typer.Argument(help="Strategies, with options: fedavg pace pace:gamma=2")
+        list[str], typer.Argument(help="Strategies, with options: fedavg pace pace:graph.gamma=2")
     ],
     *,
     config: Config = None,
@@ -353,7 +354,6 @@ def strategies_command(as_json: Json = False) -> None:
     found = []
     for name in STRATEGIES:
         cls = cast(Any, STRATEGIES[name])
-        defaults = {f.name: f.default for f in fields(cls) if f.init and f.default is not MISSING}
         about = inspect.getdoc(cls) or ""
         found.append(
             {
@@ -361,7 +361,7 @@ def strategies_command(as_json: Json = False) -> None:
                 "family": cls.family,
                 "paper": cls.paper,
                 "summary": about.partition("\n")[0],
-                "parameters": defaults,
+                "parameters": _parameters(cls()),
                 "description": about,
             }
         )
@@ -380,6 +380,19 @@ def strategies_command(as_json: Json = False) -> None:
         about = f"{row['summary']}\n[dim]{row['family']}; {escape(row['paper'])}[/]"
         table.add_row(row["name"], about, options or "-")
     output.print(table)
+
+
+def _parameters(thing: Any) -> dict[str, Any]:
+    """The options and their values, those of options included (`graph.gamma`)."""
+    found: dict[str, Any] = {}
+    for name in (field.name for field in fields(thing) if field.init):
+        value = getattr(thing, name)
+        if isinstance(value, Options):
+            found[name] = cast(Any, value).name
+            found |= {f"{name}.{key}": inner for key, inner in _parameters(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 @app.command("data")

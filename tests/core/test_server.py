@@ -527,7 +527,7 @@ def traffic(server: Server, open_: dict[int, Dispatch], steps: range) -> list:
         ("fedavg", {"slots": 3}),
         ("pfedgraph", {"slots": 3}),
         ("pace:omega=3", {"slots": 4}),
-        ("pace:omega=3,reply=fresh,reference=displacement", {"refill": "same"}),
+        ("pace:omega=3,reply=fresh", {"refill": "same"}),
         ("standalone", {}),
     ],
 )

@@ -319,7 +319,7 @@ def test_a_federation_of_the_users_own_arrays():
         clients.append((x, (x[:, 0] > 0).astype(int) ^ flip))
     federation = pt.Federation.from_arrays(clients)
     settings = {"model": "linear", "rounds": 60, "lr": 0.2, "adapt_epochs": 0}
-    personal = pt.simulate(federation, strategy="pace:gamma=20,reference=displacement", **settings)
+    personal = pt.simulate(federation, strategy="pace:graph.gamma=20", **settings)
     shared = pt.simulate(federation, strategy="fedavg", **settings)
     assert personal.accuracy > 0.85
     assert shared.accuracy < 0.7
@@ -388,7 +388,7 @@ def test_a_run_in_which_nothing_arrived_has_no_accuracy_but_no_traceback(
         ({"slot": 3}, "did you mean 'slots'"),
         ({"rounds": 0}, "rounds = 0"),
         ({"strategy": "pacee"}, "did you mean 'pace'"),
-        ({"strategy": "pace:gama=1"}, "did you mean 'gamma'"),
+        ({"strategy": "pace:graph.gama=1"}, "did you mean 'gamma'"),
         ({"model": "mpl"}, "did you mean 'mlp'"),
         ({"slots": 7}, "slots must be between 1 and the number of clients, 6"),
         ({"model": lambda: "none"}, "must make a torch.nn.Module"),

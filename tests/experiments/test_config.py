@@ -105,21 +105,21 @@ def test_options_win_over_the_file_and_the_file_over_defaults(resolved, tmp_path
 def test_things_with_options_may_be_tables(resolved, tmp_path):
     file = tmp_path / "my.toml"
     file.write_text(
-        'strategy = {name = "pace", gamma = 2}\n'
+        'strategy = {name = "pace", graph = {name = "pfedgraph", gamma = 2}}\n'
         '[partition]\nname = "dirichlet"\nalpha = 0.5\n'
         '[model]\nname = "mlp"\nhidden = [8]\n'
     )
     config = resolved("-c", file)
     assert config == resolved(
-        *("--strategy", "pace:gamma=2", "--partition", "dirichlet:alpha=0.5"),
+        *("--strategy", "pace:graph.gamma=2", "--partition", "dirichlet:alpha=0.5"),
         *("-c", write(tmp_path / "model.toml", model={"name": "mlp", "hidden": [8]})),
     )
-    assert config.make("strategy").gamma == 2
+    assert config.make("strategy").graph.gamma == 2
 
 
 def test_a_strategy_is_resolved_with_all_its_options():
-    config = make_config({"strategy": "pace:gamma=2"})
-    made = STRATEGIES.create("pace:gamma=2")
+    config = make_config({"strategy": "pace:graph.gamma=2"})
+    made = STRATEGIES.create("pace:graph.gamma=2")
     assert config.strategy == STRATEGIES.describe(made)
     assert config.make("strategy") == made
 
@@ -133,7 +133,7 @@ def test_the_default_strategy_and_data_need_nothing():
     table=some.fixed_dictionaries(
         {},
         optional={
-            "strategy": some.sampled_from([*STRATEGIES, "pace:gamma=0.1,reply=fresh"]),
+            "strategy": some.sampled_from([*STRATEGIES, "pace:graph.gamma=0.1,reply=fresh"]),
             "partition": some.sampled_from(["iid", "pathological", "dirichlet:alpha=1e-3"]),
             "devices": some.sampled_from(["equal", "severe", "uniform:high=9"]),
             "dropout": some.sampled_from(["none", "delay", "leave:at=3.5"]),
@@ -284,10 +284,10 @@ def test_a_missing_file_is_named(polytempo, tmp_path):
     [
         ("strategy", "pacee", ["pacee", "pace"]),
         ("strategy", "nonsense", ["nonsense", *STRATEGIES]),
-        ("strategy", "pace:gama=2", ["gama", "gamma"]),
-        ("strategy", "pace:gamma=much", ["gamma", "much"]),
-        ("strategy", "pace:gamma=-1", ["gamma", "-1", "greater"]),
-        ("strategy", "pace:gamma", ["gamma", "key=value"]),
+        ("strategy", "pace:graph.gama=2", ["gama", "gamma"]),
+        ("strategy", "pace:graph.gamma=much", ["gamma", "much"]),
+        ("strategy", "pace:graph.gamma=-1", ["gamma", "-1", "greater"]),
+        ("strategy", "pace:graph.gamma", ["gamma", "key=value"]),
         ("partition", "dirichelt", ["dirichelt", "dirichlet"]),
         ("partition", "dirichlet:alpha=0", ["alpha", "greater than 0"]),
         ("shift", "rotate", ["rotate", "rotation"]),

@@ -12,6 +12,7 @@ from torch import nn
 from polytempo import Context, Server, Task, Update
 from polytempo.core.bank import PLAIN_STORAGE, ModelBank, Storage
 from polytempo.core.messages import Dispatch
+from polytempo.core.registry import default_of
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.storage import load_state, mapped, save_state
@@ -39,7 +40,8 @@ def answer(server, training, step):
     dispatch = training.pop(client)
     noise = torch.from_numpy(np.random.default_rng(step).normal(size=10)).float()
     base = torch.zeros(10) if dispatch.task.upload != "model" else dispatch.params
-    update = Update(client, dispatch.number, base + 0.1 * noise, SAMPLES[client])
+    extras = {key: torch.eye(rows, 6) for key, rows in dispatch.task.extras.items()}
+    update = Update(client, dispatch.number, base + 0.1 * noise, SAMPLES[client], extras)
     actions = server.receive(update)
     for action in actions:
         training[action.client] = action
@@ -56,7 +58,7 @@ def test_it_says_what_it_is(name):
     assert cls.family and cls.paper
     assert len((inspect.getdoc(cls) or "").splitlines()[0]) > 20
     for field in dataclasses.fields(cls):  # everything has a default: the bare name works
-        assert field.default is not dataclasses.MISSING
+        assert default_of(cls, field.name) is not dataclasses.MISSING
         assert field.name.replace("_", "").isalnum()
     table = STRATEGIES.describe(STRATEGIES.create(name))
     assert json.loads(json.dumps(table)) == table

@@ -11,7 +11,8 @@ from hypothesis.extra import numpy as hnp
 from polytempo.core.bank import ModelBank
 from polytempo.core.errors import PolytempoError
 from polytempo.storage import load_state, save_state
-from polytempo.strategies.graph import CollaborationGraph, collaboration_row, project_to_simplex
+from polytempo.strategies.estimators import Likeness, project_to_simplex
+from polytempo.strategies.graph import CollaborationGraph
 
 # Multiples of 1/8: ties are frequent.
 POINTS = hnp.arrays(
@@ -62,10 +63,10 @@ def test_row_favours_the_alike_and_falls_back_to_sizes_without_gamma():
         bank.set(client, torch.tensor(vector))
     prior = np.array([0.2, 0.3, 0.5])
     unlike = bank.dissimilarity(bank.row(0), "cosine")
-    row = collaboration_row(unlike, prior, gamma=0.5)
+    row = Likeness(gamma=0.5).row(0, unlike, prior, None)
     assert row[1] > row[2]
     assert row[0] + row[1] > prior[0] + prior[1]
-    np.testing.assert_allclose(collaboration_row(unlike, prior, gamma=0.0), prior)
+    np.testing.assert_allclose(Likeness(gamma=0).row(0, unlike, prior, None), prior)
 
 
 def test_clip_counts_high_cosines_as_one():
@@ -74,10 +75,11 @@ def test_clip_counts_high_cosines_as_one():
         bank.set(client, torch.tensor([np.cos(angle), np.sin(angle)], dtype=torch.float32))
     prior = np.full(3, 1 / 3)
     unlike = bank.dissimilarity(bank.row(0), "cosine")
-    clipped = collaboration_row(unlike, prior, 0.4, clip=0.9)
+    clipped = Likeness(gamma=0.4, clip=0.9).row(0, unlike, prior, None)
     expected = solve_qp(prior, 0.4, np.array([-1.0, -1.0, -np.cos(1.2)]))
     np.testing.assert_allclose(clipped, expected, atol=1e-6)
-    assert not np.allclose(clipped, collaboration_row(unlike, prior, 0.4), atol=1e-3)
+    free = Likeness(gamma=0.4).row(0, unlike, prior, None)
+    assert not np.allclose(clipped, free, atol=1e-3)
 
 
 # -- the graph as a whole ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polytempo import Context, InFlight, Server, Staleness, Task, Update
 from polytempo.core.bank import Storage
-from polytempo.strategies import PACE, PFedGraphAsync
+from polytempo.strategies import PACE, Likeness, PFedGraphAsync
 
 D = 5
 
@@ -40,11 +40,11 @@ def fold(pace: PACE, client: int, theta: torch.Tensor, tau: int = 0) -> None:
 @settings(deadline=None)
 def test_without_decay_the_buffer_is_a_weighted_mean_whatever_the_order(senders, random):
     """phi_0 = sum of W_0k theta_k over j's own upload and what came since, normalised."""
-    pace = ready(a=0.0, gamma=0.4)
+    pace = ready(a=0.0, graph=Likeness(gamma=0.4))
     for client in range(4):  # rows other than p, with weight on several clients
         fold(pace, client, vector(client))
     fold(pace, 0, own := vector(50))  # 0's upload empties its sequence
-    row = pace.graph.row(0)
+    row = pace.rows.row(0)
     folded = [(client, vector(60, k)) for k, client in enumerate(senders)]
     random.shuffle(folded)
     for client, theta in folded:
@@ -139,7 +139,8 @@ def test_a_run_equals_the_straight_line_derivation(seed):
     initial = torch.from_numpy(random.normal(size=D)).float()
     capacity, omega = 2, 12.0
     megahertz = capacity * initial.nbytes * 8 / (0.3 * math.log2(11)) / 1e6 * 1.01
-    pace = PACE(omega=omega, gamma=0.9, bandwidth_mhz=megahertz, reference="model")
+    graph = Likeness(gamma=0.9, reference="model")
+    pace = PACE(omega=omega, bandwidth_mhz=megahertz, graph=graph)
     server = Server(pace, Context(initial, samples, Task(), seed), slots=4, refill="idle")
     training = {action.client: action.number for action in server.join(range(6))}
     first = list(training)
@@ -168,7 +169,7 @@ def test_a_run_equals_the_straight_line_derivation(seed):
 
 
 def test_denominators_are_made_of_the_weights_as_they_are_stored():
-    pace = ready(samples=(10, 20, 30, 40, 50), gamma=0.7)
+    pace = ready(samples=(10, 20, 30, 40, 50), graph=Likeness(gamma=0.7))
     stream, expected = np.random.default_rng(1), pace.prior.copy()
     for k, client in enumerate(stream.integers(5, size=40)):
         before = pace.collaboration()
@@ -195,7 +196,7 @@ def test_a_hundred_thousand_clients_take_the_memory_of_those_that_have_uploaded(
     state = pace.state_dict()
     # three have uploaded; the others differ by their sample size, which is in D
     assert sum(len(rows) for rows in state["bank"]["rows"]) == 3 + 2
-    assert state["graph"]["rows"].shape == (3, 100_000)
+    assert state["rows"]["rows"].shape == (3, 100_000)
     assert not torch.equal(pace.model_for(0), pace.model_for(1))
     assert torch.equal(pace.model_for(0), pace.model_for(2))
 
@@ -275,9 +276,7 @@ def test_each_component_is_a_switch():
 
 @pytest.mark.parametrize("similarity", ["cosine", "inner", "l1", "l2"])
 def test_every_measure_prefers_the_true_group(similarity):
-    pace = ready(
-        samples=(10,) * 6, similarity=similarity, reference="displacement", gamma=1.5, a=0.0
-    )
+    pace = ready(samples=(10,) * 6, graph=Likeness(similarity=similarity), a=0.0)
     direction = {0: vector(1), 1: -vector(1)}
     for k in range(12):
         client = k % 6

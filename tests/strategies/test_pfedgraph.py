@@ -8,7 +8,7 @@ from scipy.optimize import minimize
 
 from polytempo import Context, Staleness, Task, Update
 from polytempo.core.task import Pull
-from polytempo.strategies import PFedGraph, PFedGraphAsync
+from polytempo.strategies import Likeness, PFedGraph, PFedGraphAsync
 
 INITIAL = torch.tensor([0.3, -0.2, 0.5, 0.1])
 SAMPLES = (10, 30, 60, 20, 40)
@@ -46,7 +46,7 @@ def row_by_optimiser(models, own, prior, gamma, clip):
 
 
 def test_aggregates_go_to_their_own_clients_under_partial_participation():
-    strategy = ready(PFedGraph(gamma=0.7))
+    strategy = ready(PFedGraph(graph=Likeness(gamma=0.7, clip=0.9)))
     cohort = [3, 0, 4]
     uploads = [upload(k) for k in range(3)]
     for client, theta in zip(cohort, uploads, strict=True):
@@ -58,8 +58,8 @@ def test_aggregates_go_to_their_own_clients_under_partial_participation():
         row = row_by_optimiser(uploads, theta, sizes / sizes.sum(), 0.7, 0.9)
         expected = sum(w * m.double() for w, m in zip(row, uploads, strict=True))
         np.testing.assert_allclose(strategy.model_for(client).double(), expected, atol=1e-5)
-        np.testing.assert_allclose(strategy.graph.row(client)[cohort], row, atol=1e-5)
-        assert strategy.graph.row(client)[[1, 2]].tolist() == [0.0, 0.0]
+        np.testing.assert_allclose(strategy.rows.row(client)[cohort], row, atol=1e-5)
+        assert strategy.rows.row(client)[[1, 2]].tolist() == [0.0, 0.0]
     for bystander in (1, 2):
         assert torch.equal(strategy.model_for(bystander), INITIAL)
 
@@ -70,7 +70,7 @@ def test_the_pull_is_towards_the_received_model_unless_asked_otherwise():
 
 
 def test_naive_asynchronous_form_mixes_the_stored_models_at_once():
-    strategy = ready(PFedGraphAsync(gamma=0.7))
+    strategy = ready(PFedGraphAsync(graph=Likeness(gamma=0.7)))
     stored = [INITIAL.double() for _ in SAMPLES]
     prior = np.array(SAMPLES) / sum(SAMPLES)
     for k, client in enumerate([1, 4, 1, 0, 2]):

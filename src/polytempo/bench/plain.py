@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from polytempo.data import Federation
-from polytempo.strategies.graph import project_to_simplex
+from polytempo.strategies.estimators import project_to_simplex
 
 STALENESS = 9  # of every update: the mean with ten slots
 

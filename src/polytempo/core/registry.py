@@ -3,8 +3,9 @@
 One notation serves them all, on the command line, in TOML files and in Python:
 
     pace                              the name alone, all defaults
-    pace:gamma=2,reply=fresh          with options ("none" for no value)
-    {"name": "pace", "gamma": 2}      the same as a table
+    pace:omega=2,reply=fresh          with options ("none" for no value)
+    {"name": "pace", "omega": 2}      the same as a table
+    pace:graph=fedamp,graph.sigma=5   options of an option that has some
     mypackage.mymodule:MyStrategy     a class of the user's own (options may follow after a colon)
 
 Options are the fields of a pydantic dataclass, so they are typed and checked wherever the object
@@ -78,6 +79,26 @@ def explain(error: pydantic.ValidationError, known: Iterator[str] | list[str]) -
     return f"{where}: {first['msg']}, got {first['input']!r}" if where else first["msg"]
 
 
+def default_of(maker: Any, option: str) -> Any:
+    """The default of that option of a class; MISSING if there is none, or no such option."""
+    for field in dataclasses.fields(maker) if dataclasses.is_dataclass(maker) else ():
+        if field.name == option and field.init:
+            if field.default_factory is not dataclasses.MISSING:
+                return field.default_factory()
+            return field.default
+    return dataclasses.MISSING
+
+
+def option_names(maker: Any) -> list[str]:
+    """The options of a class, those of its options included (`graph.sigma`)."""
+    names = []
+    for field in dataclasses.fields(maker) if dataclasses.is_dataclass(maker) else ():
+        default = default_of(maker, field.name)
+        inner = option_names(type(default)) if isinstance(default, Options) else []
+        names += [field.name] * field.init + [f"{field.name}.{key}" for key in inner]
+    return names
+
+
 class Registry(Generic[T]):
     """The named implementations of one kind of thing."""
 
@@ -141,12 +162,29 @@ class Registry(Generic[T]):
             )
         given = {key: None if value == "none" else value for key, value in given.items()}
         try:
-            return maker(**given)
+            return maker(**self._nested(maker, given))
         except pydantic.ValidationError as error:
-            known = [f.name for f in dataclasses.fields(cast(Any, maker)) if f.init]
-            raise PolytempoError(f"{self.kind} {name}: {explain(error, known)}") from error
+            message = explain(error, option_names(maker))
+            raise PolytempoError(f"{self.kind} {name}: {message}") from error
         except TypeError as error:  # a class of the user's own that is no options dataclass
             raise PolytempoError(f"{self.kind} {name}: {error}") from error
+
+    def _nested(self, maker: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """`graph.sigma` becomes the entry `sigma` of the table `graph`, of the one that is given
+        or of the default's."""
+        found = {key: value for key, value in given.items() if "." not in key}
+        for key in given.keys() - found.keys():
+            outer, _, inner = key.partition(".")
+            table = found.get(outer, default_of(maker, outer))
+            if isinstance(table, str):
+                name, options = parse(table)
+                table = {"name": name, **options}
+            elif isinstance(table, Options):
+                table = self.describe(cast(T, table))
+            if not isinstance(table, Mapping):
+                raise PolytempoError(f"unknown option {key!r}{nearest(key, option_names(maker))}")
+            found[outer] = {**table, inner: given[key]}
+        return found
 
     def describe(self, thing: T) -> dict[str, Any]:
         """The table from which `create` makes an equal object, in another process too: a class of
@@ -161,6 +199,8 @@ class Registry(Generic[T]):
                 value = getattr(thing, field.name)
                 if isinstance(value, tuple):
                     value = list(value)
+                elif isinstance(value, Options):
+                    value = self.describe(cast(T, value))
                 if field.init and not (value is None and field.default is None):
                     found[field.name] = "none" if value is None else value  # TOML has no null
         return found

@@ -2,10 +2,13 @@
 
 from polytempo.core.strategy import STRATEGIES, Strategy
 from polytempo.strategies.asafl import ASAFL
+from polytempo.strategies.estimators import GRAPHS, Attention, Complement, Likeness
 from polytempo.strategies.fedac import FedAC
+from polytempo.strategies.fedamp import FedAMP, FedAMPAsync, FedAMPPACE
 from polytempo.strategies.fedasync import FedAsync
 from polytempo.strategies.fedavg import FedAvg, FedProx
 from polytempo.strategies.fedbuff import FedBuff
+from polytempo.strategies.fedsac import FedSaC, FedSaCAsync, FedSaCPACE
 from polytempo.strategies.pace import PACE
 from polytempo.strategies.pfedgraph import PFedGraph, PFedGraphAsync
 from polytempo.strategies.port import PORT
@@ -13,14 +16,24 @@ from polytempo.strategies.standalone import Standalone
 
 __all__ = [
     "ASAFL",
+    "GRAPHS",
     "PACE",
     "PORT",
     "STRATEGIES",
+    "Attention",
+    "Complement",
     "FedAC",
+    "FedAMP",
+    "FedAMPAsync",
+    "FedAMPPACE",
     "FedAsync",
     "FedAvg",
     "FedBuff",
     "FedProx",
+    "FedSaC",
+    "FedSaCAsync",
+    "FedSaCPACE",
+    "Likeness",
     "PFedGraph",
     "PFedGraphAsync",
     "Standalone",

@@ -1,16 +1,4 @@
-"""Who learns from whom: the collaboration graph of pFedGraph and PACE.
-
-Client i's row of the graph solves (PACE Eq. 2 and 15)
-
-    minimise  ||x - p||^2 + gamma <s, x>   over the probability simplex,
-
-with p the relative sample sizes and s_j how unlike client i's model and client j's are. Completing
-the square, x is the Euclidean projection of `p - (gamma / 2) s` onto the simplex: a sort and a
-cumulative sum, exact, no solver.
-
-How a row is estimated (`collaboration_row`) and how the graph is kept (`CollaborationGraph`) know
-nothing of each other.
-"""
+"""Who learns from whom: how the collaboration graph W is kept. `estimators` has how it is found."""
 
 from __future__ import annotations
 
@@ -19,28 +7,6 @@ import numpy as np
 from polytempo.core.bank import FloatArray
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import State
-
-
-def project_to_simplex(point: FloatArray) -> FloatArray:
-    """The nearest point with non-negative entries that sum to 1."""
-    descending = np.sort(point)[::-1]
-    # the threshold that makes the k largest entries sum to 1, for k = 1, 2, ...
-    thresholds = (np.cumsum(descending) - 1.0) / np.arange(1, len(point) + 1)
-    kept = np.flatnonzero(descending > thresholds)[-1]
-    projected: FloatArray = np.maximum(point - thresholds[kept], 0.0)
-    return projected
-
-
-def collaboration_row(
-    unlike: FloatArray, prior: FloatArray, gamma: float, clip: float | None = None
-) -> FloatArray:
-    """The row of a client that is `unlike[j]` client j, as `ModelBank.dissimilarity` measures it.
-
-    `clip` (pFedGraph's practice, 0.9): cosines above it count as 1.
-    """
-    if clip is not None:
-        unlike = np.where(-unlike > clip, -1.0, unlike)
-    return project_to_simplex(prior - gamma / 2 * unlike)
 
 
 class CollaborationGraph:
@@ -60,6 +26,10 @@ class CollaborationGraph:
         """W[client, :]"""
         place = self._places[client]
         return np.array(self.prior if place < 0 else self._rows[place], dtype=np.float64)
+
+    def known(self, client: int) -> bool:
+        """Whether the client's row has been set."""
+        return bool(self._places[client] >= 0)
 
     def set_row(self, client: int, row: FloatArray) -> None:
         """Replace W[client, :]."""

@@ -30,18 +30,19 @@ from torch import Tensor
 
 from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context
-from polytempo.strategies.graph import collaboration_row
-from polytempo.strategies.pfedgraph import PFedGraphAsync
+from polytempo.strategies.collaboration import ArrivalGraph
 
 
 @STRATEGIES.register("pace")
-class PACE(PFedGraphAsync):
+class PACE(ArrivalGraph):
     """A model of its own for every client, learned with those that are alike, as updates arrive.
 
     Use it when clients differ in their data and in their speed. The server's copy of each model is
     refreshed by every update from a client it collaborates with, less so the staler the update;
     clients that have trained on an old model for too long are sent a fresh one while they train.
 
+    `graph`: how W is estimated. PACE's own way is pFedGraph's; with fedamp or fedsac (the plug-in
+    forms of Table III) everything else stays.
     `a`: exponent of the staleness decay. `omega`: the multicast threshold on the sum of squared
     staleness. `latency_ms`, `bandwidth_mhz`, `snr_db`: the downlink that bounds a multicast to
     `latency * bandwidth * log2(1 + SNR) / 8` bytes.
@@ -49,17 +50,18 @@ class PACE(PFedGraphAsync):
     Algorithm 1, answers with the client's model as it stood before its update was folded in;
     "fresh" with the model after.
     `buffer`, `multicast`, `staleness_decay`: the components of Fig. 5, each a switch; with all
-    three off this is pfedgraph-async.
+    three off this is the naive form, pfedgraph-async.
 
     Where we depart from the paper: likeness is judged by what training has changed, as pFedGraph
-    does (`reference=model` compares the models as they are, the paper's formula, which hardly
+    does (`graph.reference=model` compares the models as they are, the paper's formula, which hardly
     tells clients apart that share an initialisation); W_j before j's first upload is p (the paper
     leaves it open); of the groups that satisfy Eq. 16 we take the smallest, most stale clients
     first; s is a dissimilarity throughout (the paper's Eq. 13 takes the cosine itself).
     """
 
+    family: ClassVar[str] = "asynchronous, personalised"
     paper: ClassVar[str] = "Liu et al. 2026"
-    state: ClassVar[tuple[str, ...]] = ("bank", "graph", "denominators")
+    state: ClassVar[tuple[str, ...]] = (*ArrivalGraph.state, "denominators")
 
     a: Annotated[float, Field(ge=0)] = 1.5
     omega: Annotated[float, Field(ge=0)] = 2500.0
@@ -77,19 +79,19 @@ class PACE(PFedGraphAsync):
         self._before: Tensor | None = None  # the sender's model before its update: the reply
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        i, theta = update.client, update.vector
         if not self.buffer:
             return super().fold(update, staleness)
+        self.note_basis(update)
+        i, theta = update.client, update.vector
         self._before = self.bank.row(i) if self.reply == "buffered" else None
         self.bank.set(i, theta)
-        taken = self.graph.column(i)  # W_ji
+        taken = self.rows.column(i)  # W_ji
         taken[i] = 0.0
         self.denominators += taken
         share = np.divide(taken, self.denominators, out=np.zeros_like(taken), where=taken > 0)
         decay = (1 + staleness.rounds) ** -self.a if self.staleness_decay else 1.0
-        unlike = self.bank.sweep(theta, self.similarity, share * decay)
-        self.graph.set_row(i, collaboration_row(unlike, self.prior, self.gamma))
-        self.denominators[i] = self.graph.row(i)[i]
+        self.estimate(i, self.bank.sweep(theta, self.graph.measure, share * decay))
+        self.denominators[i] = self.rows.row(i)[i]
         return True
 
     def reply_to(self, client: int) -> Tensor:
