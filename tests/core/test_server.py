@@ -369,6 +369,13 @@ BAD = {
     "all nan": (lambda sent, **_: answer(sent, vector=spoiled(torch.nan, 4)), "sent 4 values"),
     "infinite": (lambda sent, **_: answer(sent, vector=spoiled(torch.inf, 2)), "sent 2 values"),
     "minus infinite": (lambda sent, **_: answer(sent, vector=spoiled(-torch.inf)), "1 values"),
+    "infinite and minus infinite": (
+        lambda sent, **_: answer(sent, vector=spoiled(torch.inf, 2) - spoiled(torch.inf)),
+        "2 values",
+    ),
+    "too large": (lambda sent, **_: answer(sent, 1e30), "values that are too large: .* diverged"),
+    "one too large": (lambda sent, **_: answer(sent, vector=spoiled(-1e38)), "too large"),
+    "almost too large": (lambda sent, **_: answer(sent, 3e18), "too large"),
     "too long": (lambda sent, **_: answer(sent, vector=torch.ones(5)), r"\[5\].*\[4\]"),
     "empty": (lambda sent, **_: answer(sent, vector=torch.ones(0)), r"\[0\].*\[4\]"),
     "a matrix": (lambda sent, **_: answer(sent, vector=torch.ones(1, 4)), r"\[1, 4\].*\[4\]"),
@@ -426,6 +433,35 @@ def test_a_refused_update_is_named_and_leaves_no_trace(wrong, strategy):
     assert same_actions(server.receive(answer(sent, 5.0)), twin.receive(answer(sent, 5.0)))
     assert server.round == 3
     assert same(server.state_dict(), twin.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "strategy",
+    ["pace", "pace:graph.similarity=l2", "pfedgraph", "fedamp-async", "fedbuff:buffer_size=2"],
+)
+def test_what_is_not_refused_is_not_too_large_to_compute_with(strategy, dtype):
+    """Squares of opposite vectors and of their difference are finite, and so are cosines."""
+    most = (min(torch.finfo(dtype).max / 16, 1e150) / SIZE) ** 0.5
+    initial = torch.ones(SIZE, dtype=dtype)
+    server = Server(STRATEGIES.create(strategy), Context(initial, [1, 2, 3], Task(), 0))
+    sent = {new.client: new for new in server.join(range(3))}
+    for client, value in enumerate([0.99 * most, -0.99 * most, 0.99 * most]):
+        vector = torch.full((SIZE,), value, dtype=dtype)
+        actions = server.receive(Update(client, sent[client].number, vector, 1))
+        for new in actions:
+            assert torch.isfinite(new.params).all()
+            sent[new.client] = new
+    for client in range(3):
+        assert torch.isfinite(server.strategy.model_for(client)).all()
+    graph = server.strategy.collaboration()
+    assert graph is None or graph[2, 0] > graph[2, 1] + 0.1  # alike, and opposite
+    before, client = deepcopy(server.state_dict()), next(iter(server.open))
+    vector = torch.full((SIZE,), 1.01 * most, dtype=dtype)
+    with pytest.raises(Refused, match=f"client {client} sent values that are too large"):
+        server.receive(Update(client, sent[client].number, vector, 1))
+    assert same(server.state_dict(), before)
 
 
 def test_an_update_that_comes_after_it_was_given_up_is_refused():

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Update
+from polytempo.core.errors import Diverged
 from polytempo.local import Backend, Job, Trainer
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
-from polytempo.strategies import PACE, FedAsync, FedAvg, Standalone
+from polytempo.strategies import PACE, STRATEGIES, FedAsync, FedAvg, Standalone
 
 TASK = Task(epochs=2, batch_size=4, lr=0.05)
 
@@ -361,6 +362,16 @@ def test_divergence_is_a_clear_error(small):
     simulator, _ = make(small, FedAsync(), task=replace(TASK, lr=1e30))
     with pytest.raises(PolytempoError, match=r"NaN or infinite.*lower the learning rate"):
         simulator.run(50)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("lr", [1e20, 1e25, 1e30, 1e38])
+def test_training_that_diverges_without_reaching_infinity_is_the_same_error(small, strategy, lr):
+    """One step: what is uploaded is finite, but its square need not be."""
+    task = Task(steps=1, lr=lr, momentum=0.0, weight_decay=0.0)
+    simulator, _ = make(small, STRATEGIES.create(strategy), task=task)
+    with pytest.raises(Diverged, match=r"round \d.*(diverged; lower the|served client \d a model)"):
+        simulator.run(200)
 
 
 def test_checkpoint_keeps_multicasts_on_their_way(small):

@@ -186,11 +186,14 @@ class Server:
             )
         if vector.dtype != wanted.dtype:
             raise Refused(f"client {client} sent {vector.dtype}, expected {wanted.dtype}")
-        if not bool(torch.isfinite(vector).all()):
+        square = float(torch.dot(vector, vector))  # NaN or infinite if one of the numbers is
+        # Differences of two such vectors must have a finite square too, and their squares, taken
+        # together in double precision, a finite product: of these cosines are made.
+        if not square <= min(torch.finfo(vector.dtype).max / 16, 1e150):
             bad = int((~torch.isfinite(vector)).sum())
+            what = f"{bad} values that are NaN or infinite" if bad else "values that are too large"
             raise Refused(
-                f"client {client} sent {bad} values that are NaN or infinite: its training "
-                "diverged; lower the learning rate"
+                f"client {client} sent {what}: its training diverged; lower the learning rate"
             )
         wanted_extras = self.strategy.task(client).extras
         if set(update.extras) != set(wanted_extras):
