@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import Federation, PolytempoError, Pull, Task
+from polytempo.core.task import Drift
 from polytempo.local import Backend, Job, Score, Solver, Trainer
 from polytempo.local.processes import Processes
 from polytempo.local.stack import StackTrainer
@@ -78,6 +79,8 @@ def some_jobs(solver: Solver, count: int, task: Task = TASK) -> list[Job]:
         other = replace(task, upload=("model", "delta", "gradient")[k // 8 % 3])
         params = start + 0.1 * noise.to(start.dtype)
         job = Job(k % 8, params, other, ("client", k % 8, "dispatch", k))
+        if k % 2:  # some have an anchor of their own
+            job = replace(job, anchor=start + 0.1 * noise.roll(1).to(start.dtype))
         jobs.append(job if other.upload == "gradient" else replace(job, first_step=k % 3))
     return jobs
 
@@ -109,6 +112,25 @@ def test_uploads_and_scores_are_those_of_the_same_solver_in_this_process(small, 
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stack"])
+def test_anchors_reach_the_workers_and_no_job_sees_that_of_another(small, kind):
+    """Rows that held an anchor are used again by jobs that have none, or another."""
+    make = StackTrainer if kind == "stack" else Trainer
+    solver = make(network(nn.ReLU()), small, SEED)
+    start = solver.space.read()
+    task, jobs = replace(TASK, objective=Drift()), []
+    for k in range(60):
+        anchor = None if k % 3 == 0 else torch.full_like(start, 0.01 * k)
+        jobs.append(Job(k % 8, start, task, ("client", k % 8, "dispatch", k), anchor=anchor))
+    expected = [solver.train_group([job])[0] for job in jobs]
+    with on_workers(solver, 2) as backend:
+        for job in jobs:
+            backend.expect(job)
+        found = [backend.train(job) for job in jobs]
+    assert all(map(torch.equal, found, expected))
+    assert not torch.allclose(found[2], found[10])  # client 2, with another anchor each time
 
 
 def test_a_run_may_go_on_in_this_process_and_on_new_workers(small):

@@ -8,6 +8,7 @@ from torch import nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
 from polytempo.core.rng import rng
+from polytempo.core.task import Drift
 from polytempo.local import Job, Trainer
 
 STREAM = ("client", 0, "dispatch", 3)
@@ -20,11 +21,12 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4)).double()
 
 
-def plain_loop(fed: Federation, start: dict, task: Task, penalty, first=0, last=None):
+def plain_loop(fed: Federation, start: dict, task: Task, penalty, first=0, last=None, anchor=None):
     """Textbook training: torch's own SGD, autograd through the penalty, one batch at a time."""
     model = network()
     model.load_state_dict(start)
-    anchor = torch.cat([p.detach().flatten() for p in model.parameters()])
+    if anchor is None:
+        anchor = torch.cat([p.detach().flatten() for p in model.parameters()])
     optimiser = torch.optim.SGD(
         model.parameters(), task.lr, momentum=task.momentum, weight_decay=task.weight_decay
     )
@@ -50,6 +52,7 @@ OBJECTIVES = {
     "plain": (Plain(), lambda t, a: 0.0),
     "proximal": (Proximal(0.7), lambda t, a: 0.35 * (t - a).square().sum()),
     "pull": (Pull(0.4), lambda t, a: -0.4 * cosine(t, a)),
+    "drift": (Drift(), lambda t, a: t @ a),
 }
 
 
@@ -69,6 +72,55 @@ def test_lean_loop_equals_plain_torch_loop(small, trainer, kind, momentum):
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
     assert (found - trainer.space.read()).abs().max() == 0  # the model stays resident
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_anchor_that_is_sent_along_takes_the_place_of_the_received_model(
+    small, trainer, kind, momentum
+):
+    objective, penalty = OBJECTIVES[kind]
+    task = Task(epochs=3, batch_size=4, lr=0.05, momentum=momentum, objective=objective)
+    start = trainer.space.read()
+    draw = torch.Generator().manual_seed(1)
+    anchor = start + 0.3 * torch.randn(len(start), generator=draw, dtype=torch.float64)
+    kept = start.clone(), anchor.clone()
+    job = Job(0, start, task, STREAM, first_step=2, last_step=11, anchor=anchor)
+    found = trainer.train(job)
+    given = (small, network().state_dict(), task, penalty, 2, 11)
+    torch.testing.assert_close(found, plain_loop(*given, anchor), rtol=1e-8, atol=1e-10)
+    assert torch.equal(job.params, kept[0]) and torch.equal(job.anchor, kept[1])
+    without = trainer.train(replace(job, anchor=None))
+    torch.testing.assert_close(without, plain_loop(*given), rtol=1e-8, atol=1e-10)
+    assert torch.allclose(found, without) == (kind == "plain")
+
+
+def test_a_gradient_has_the_pull_towards_the_anchor_and_a_delta_starts_at_the_model(trainer):
+    start = trainer.space.read()
+    anchor = start + 1.0
+    task = Task(batch_size=6, objective=Proximal(0.5), upload="gradient", weight_decay=0.0)
+    job = Job(0, start, task, STREAM)
+    pulled = trainer.train(replace(job, anchor=anchor))
+    torch.testing.assert_close(pulled - trainer.train(job), torch.full_like(start, -0.5))
+    delta, model = (
+        trainer.train(replace(job, anchor=anchor, task=replace(task, upload=upload)))
+        for upload in ("delta", "model")
+    )
+    torch.testing.assert_close(start + delta, model)
+
+
+def test_an_anchor_counts_for_parameters_not_for_statistics(small):
+    """It is as long as the model, batch statistics included; these are not pulled."""
+    module = nn.Sequential(nn.Linear(12, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)).double()
+    trainer = Trainer(module, small, SEED)
+    start = trainer.space.read()
+    assert len(start) > trainer.space.parameters
+    job = Job(0, start, Task(epochs=1, objective=Proximal(0.5)), STREAM, anchor=start)
+    expected = trainer.train(job)
+    other = start.clone()
+    other[trainer.space.parameters :] += 7.0
+    assert torch.equal(trainer.train(replace(job, anchor=other)), expected)
+    assert torch.equal(trainer.train(replace(job, anchor=None)), expected)
 
 
 def test_training_from_a_later_step_is_the_tail_of_the_schedule(small, trainer):

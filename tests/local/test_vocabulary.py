@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
+from polytempo.core.task import Drift
 from polytempo.local import Job, Trainer
 from polytempo.models import Inputs, build
 
@@ -184,6 +185,38 @@ def test_an_objective_that_knows_coordinates_trains_the_whole_table():
     task = replace(TASK, objective=Pull(0.8, "l1"))
     assert_same_upload(fast, slow, job_for(fast, PADDED, task))
     assert set(sizes) == {VOCABULARY}
+
+
+@pytest.mark.parametrize("make", [text_model, own_model])
+@pytest.mark.parametrize("upload", ["model", "delta", "gradient"])
+@pytest.mark.parametrize("kind", [*OBJECTIVES, "drift"])
+def test_an_anchor_that_was_sent_along_trains_the_whole_table(kind, upload, make):
+    """It may stand anywhere, so that words which the client does not have go to their own places
+    in it."""
+    fast, slow = trainers(make)
+    sizes = table_sizes(fast)
+    task = replace(TASK, objective=(OBJECTIVES | {"drift": Drift()})[kind], upload=upload)
+    draw = torch.Generator().manual_seed(5)
+    noise = torch.randn(fast.space.size, generator=draw, dtype=torch.float64)
+    for client in (PADDED, UNPADDED):
+        job = job_for(fast, client, task)
+        assert_same_upload(fast, slow, replace(job, anchor=job.params + noise))
+    assert set(sizes) == {VOCABULARY}
+    assert_same_upload(fast, slow, replace(job_for(fast, PADDED, TASK)))  # and then a part again
+    assert min(sizes) < VOCABULARY
+
+
+def test_foreign_words_go_straight_to_the_anchor():
+    """No loss, no decay: w - u shrinks by 1 - lr mu in every step."""
+    fast, _ = trainers()
+    task = replace(TASK, momentum=0.0, weight_decay=0.0, objective=Proximal(0.5))
+    job = job_for(fast, PADDED, task)
+    draw = torch.Generator().manual_seed(5)
+    anchor = torch.randn(fast.space.size, generator=draw, dtype=torch.float64)
+    after, words = table(fast.train(replace(job, anchor=anchor))), foreign_words()
+    left = (1 - 0.1 * 0.5) ** task.total_steps(FEDERATION.samples[PADDED])
+    expected = table(anchor) + left * (table(job.params) - table(anchor))
+    torch.testing.assert_close(after[words], expected[words], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("upload", ["model", "delta", "gradient"])
