@@ -1,18 +1,21 @@
 """Things that a user names: one notation, checked options, errors of one line."""
 
+import dataclasses
 import json
 import sys
+from copy import deepcopy
 from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Options, Registry, parse
 from polytempo.core.strategy import STRATEGIES, Strategy
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
+from polytempo.strategies import Attention, Complement, Likeness
 
 SHAPES: Registry[Any] = Registry("shape")
 
@@ -154,13 +157,13 @@ def test_text_table_and_object_make_the_same_thing():
 
 
 def test_registered_names_are_known_in_order_and_on_the_class():
-    assert list(SHAPES) == ["circle", "square-root"]
+    assert list(SHAPES) == ["circle", "frame", "square-root"]
     assert Circle.name == "circle" and SHAPES["circle"] is Circle
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_or_with_all():
     assert "no shape is called 'circel'; did you mean 'circle'?" in error(SHAPES.create, "circel")
-    assert "choose from: circle, square-root" in error(SHAPES.create, "xyz")
+    assert "choose from: circle, frame, square-root" in error(SHAPES.create, "xyz")
     assert "did you mean 'pace'" in error(STRATEGIES.create, "pac:gamma=1")
 
 
@@ -214,6 +217,98 @@ def test_options_are_checked_in_python_too():
         Circle(radius=-1)
     with pytest.raises(ValueError, match="radios"):
         Circle(radios=1)
+
+
+# -- options of options ----------------------------------------------------------------------------
+
+
+class Frame(Shape):
+    """Its first option has options of its own."""
+
+    shape: Annotated[Shape, BeforeValidator(SHAPES.create)] = dataclasses.field(
+        default_factory=lambda: Circle(radius=2.0, clip=None)
+    )
+    width: int = 1
+
+
+SHAPES.register("frame")(Frame)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("frame", Frame()),
+        ("frame:shape.fill=dotted", Frame(Circle(2.0, "dotted", None))),
+        ("frame:shape.clip=0.5,width=3", Frame(Circle(2.0, clip=0.5), 3)),
+        ("frame:shape=circle", Frame(Circle())),
+        ("frame:shape=circle,shape.radius=3", Frame(Circle(3.0))),
+        ("frame:shape.radius=3,shape=circle", Frame(Circle(3.0))),  # in any order
+        ("frame:shape=square-root,shape.side=4", Frame(Square(4))),
+        ("frame:shape=circle,shape.clip=none,shape.layers=[]", Frame(Circle(clip=None, layers=()))),
+        ('frame:shape={"name":"square-root","side":4}', Frame(Square(4))),
+        ("frame:shape=frame,shape.shape.radius=5", Frame(Frame(Circle(5.0, clip=None)))),
+        ({"name": "frame", "shape": {"name": "circle", "radius": 3}}, Frame(Circle(3.0))),
+        ({"name": "frame", "shape": "square-root:side=4"}, Frame(Square(4))),
+        (
+            {"name": "frame", "shape": "circle:fill=dotted", "shape.radius": 3},
+            Frame(Circle(3.0, "dotted")),
+        ),
+        ({"name": "frame", "shape": Square(4)}, Frame(Square(4))),
+        # what TOML makes of `shape.fill = "dotted"`
+        ({"name": "frame", "shape": {"fill": "dotted"}}, Frame(Circle(2.0, "dotted", None))),
+    ],
+    ids=str,
+)
+def test_options_of_an_option(spec, expected):
+    kept = deepcopy(spec)
+    made = SHAPES.create(spec)
+    assert made == expected and type(made.shape) is type(expected.shape)
+    assert spec == kept
+    table = SHAPES.describe(made)
+    assert json.loads(json.dumps(table)) == table
+    assert SHAPES.create(table) == made
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("frame:shape=circel", "no shape is called 'circel'; did you mean 'circle'?"),
+        ("frame:shape.radios=3", ":Circle: unknown option 'radios'; did you mean 'radius'?"),
+        ("frame:shape=square-root", "shape square-root: the option 'side' is required"),
+        ("frame:shape=circle,shape.radius=-1", "shape circle: radius: Input should be greater"),
+        ("frame:shap.radius=1", "frame: unknown option 'shap.radius'; did you mean 'shape.radius'"),
+        ("frame:width.radius=1", "frame: unknown option 'width.radius'"),
+        ("frame:shape=none,shape.radius=1", "frame: unknown option 'shape.radius'"),
+        ("circle:radius.x=1", "shape circle: unknown option 'radius.x'; did you mean 'radius'?"),
+        ("frame:shape=none", "frame: shape: "),
+        ("frame:shapes=circle", "frame: unknown option 'shapes'; did you mean 'shape'?"),
+        ({"name": "frame", "width": {"fill": "dotted"}}, "frame: width: "),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_the_options_of_an_option_names_the_nearest(spec, message):
+    assert message in error(SHAPES.create, spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "graph"),
+    [
+        ("pace", Likeness()),
+        ("pace:graph=fedamp,graph.sigma=5", Attention(sigma=5)),
+        ("pace:graph.reference=model,omega=2", Likeness(reference="model")),
+        ("pfedgraph", Likeness(clip=0.9)),
+        ("pfedgraph:graph.gamma=2", Likeness(gamma=2, clip=0.9)),  # the default's clip stays
+        ("pfedgraph:graph.clip=none", Likeness()),
+        ("pfedgraph-async:graph.clip=0.8,graph.gamma=1", Likeness(gamma=1, clip=0.8)),
+        ("fedamp:graph.self-weight=0.3", Attention(self_weight=0.3)),
+        ("fedsac-pace:graph.k=5,graph.clip=none", Complement(k=5, clip=None)),
+    ],
+)
+def test_strategies_take_the_options_of_their_graphs(spec, graph):
+    made = STRATEGIES.create(spec)
+    assert made.graph == graph and type(made.graph) is type(graph)
+    again = STRATEGIES.create(STRATEGIES.describe(made))
+    assert again == made and again.graph == graph
 
 
 # -- a user's own ----------------------------------------------------------------------------------

@@ -124,6 +124,45 @@ def test_a_strategy_is_resolved_with_all_its_options():
     assert config.make("strategy") == made
 
 
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ('strategy = "pace:graph=fedamp,graph.sigma=5"', "pace:graph=fedamp,graph.sigma=5"),
+        (
+            '[strategy]\nname = "pace"\ngraph = {name = "fedamp", sigma = 5}',
+            "pace:graph=fedamp,graph.sigma=5",
+        ),
+        ('[strategy]\nname = "pace"\n[strategy.graph]\nname = "fedsac"', "pace:graph=fedsac"),
+        ('[strategy]\nname = "pfedgraph"\ngraph.gamma = 2', "pfedgraph:graph.gamma=2"),
+        ('[strategy]\nname = "fedsac"\ngraph.clip = "none"', "fedsac:graph.clip=none"),
+    ],
+)
+def test_options_of_a_graph_in_a_file(text, spec, tmp_path):
+    """As text, as a table within the table, or as a dotted key, which completes the default's."""
+    (tmp_path / "my.toml").write_text(text)
+    config = make_config(read_config(tmp_path / "my.toml"))
+    assert config.make("strategy") == STRATEGIES.create(spec)
+    write_config(tmp_path / "written.toml", config)
+    again = make_config(read_config(tmp_path / "written.toml"))
+    assert again == config
+    assert again.make("strategy") == STRATEGIES.create(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('graph.sigmma = 5\ngraph.name = "fedamp"', r"graph fedamp: .*did you mean 'sigma'\?"),
+        ("graph.gama = 5", r"graph pfedgraph: .*did you mean 'gamma'\?"),
+        ("grap.gamma = 5", r"strategy pace: unknown option 'grap'; did you mean 'graph'\?"),
+        ('graph = "fedam"', r"no graph is called 'fedam'; did you mean 'fedamp'\?"),
+    ],
+)
+def test_a_mistake_in_the_options_of_a_graph_names_the_nearest(text, message, tmp_path):
+    (tmp_path / "my.toml").write_text(f'[strategy]\nname = "pace"\n{text}')
+    with pytest.raises(PolytempoError, match=message):
+        make_config(read_config(tmp_path / "my.toml"))
+
+
 def test_the_default_strategy_and_data_need_nothing():
     assert (RunConfig().strategy_table["name"], RunConfig().data) == ("pace", "digits")
 
