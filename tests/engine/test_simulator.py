@@ -1,6 +1,7 @@
 """What the simulated world means: latencies, multicast, urgent requests, losses, traces."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from typing import ClassVar
 
@@ -356,6 +357,87 @@ def test_standalone_sends_no_messages_and_pace_counts_its_multicasts(small):
     assert pace.messages["multicast"] == len(of_kind(log, "multicast")) > 0
     assert pace.messages["upload"] == 60
     assert pace.messages["dispatch"] == len(of_kind(log, "dispatch"))
+
+
+def test_bytes_are_those_of_anchors_and_extras_too(small):
+    model, basis = 4 * (12 * 4 + 4), 4 * 3 * 12
+    anchored = ["fedamp", "fedamp-async"]
+    for name in [*anchored, "fedac", "fedsac", "fedsac-async", "fedsac-pace", "pace"]:
+        simulator, log = make(small, STRATEGIES.create(name), devices=TwoSpeed(factor=9.0))
+        simulator.run(40)
+        dispatches = of_kind(log, "dispatch")
+        twice = 0  # dispatches that have a vector beside the model
+        if name == "fedac":
+            twice = len(dispatches)
+        elif name in anchored:  # those to clients that have uploaded before
+            seen = set()
+            for event in log:
+                if event["event"] == "upload":
+                    seen.add(event["client"])
+                twice += event["event"] == "dispatch" and event["client"] in seen
+            assert 20 < twice < len(dispatches)
+        assert simulator.bytes["dispatch"] == model * (len(dispatches) + twice)
+        extra = basis if name.startswith("fedsac") else 0
+        assert simulator.bytes["upload"] == 40 * (model + extra)
+        assert simulator.bytes["multicast"] == model * simulator.messages["multicast"]
+        assert simulator.messages["dispatch"] == len(dispatches)
+        assert simulator.messages["upload"] == 40
+
+
+def test_an_anchor_takes_as_long_to_download_as_a_model(small):
+    bytes_each = 4 * (12 * 4 + 4)
+    network = Links(low=8e-6 * 100, high=8e-6 * 100)  # 100 bytes a second
+    strategy = STRATEGIES.create("fedamp")
+    simulator, log = make(small, strategy, devices=fixed(*[1.0] * 8), network=network, slots=8)
+    simulator.run(16)
+    times = sorted({event["time"] for event in of_kind(log, "upload")})
+    first = 1 + 2 * bytes_each / 100
+    assert times == pytest.approx([first, first + 1 + 3 * bytes_each / 100])
+
+
+class Anchored(Scripted):
+    """Sends an anchor of its own with every model."""
+
+    def anchor_for(self, client):
+        return torch.full_like(self.model_for(client), float(type(self).seen))
+
+
+def test_a_multicast_brings_its_own_anchor(small):
+    recorder = Recorder(small)
+    kind = type("Script", (Anchored,), {"multicast_after": {1: [1]}, "seen": 0})
+    devices = fixed(3, 20, 100, 100, 100, 100, 100, 100)
+    simulator, log = make(small, kind(rho=0.5), devices=devices, slots=8, backend=recorder)
+    simulator.run(7)  # client 0 six times, then client 1
+    assert [event["client"] for event in of_kind(log, "restart")] == [1]
+    [job] = [job for job in recorder.jobs if job.client == 1]
+    assert job.first_step > 0
+    assert set(job.anchor.tolist()) == {1.0}
+    assert set(recorder.jobs[0].anchor.tolist()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    "name", ["fedamp", "fedamp-async", "fedsac", "fedsac-pace:omega=15", "fedac"]
+)
+def test_checkpoint_keeps_anchors_and_bases(small, name):
+    """Stopped after every tenth event: the run is that of the whole."""
+    options = {"devices": TwoSpeed(factor=9.0), "slots": 4}
+    whole, log = make(small, STRATEGIES.create(name), **options)
+    whole.run(40)
+    state, pieces = None, []
+    for _ in range(1_000):
+        part, events = make(small, STRATEGIES.create(name), **options)
+        if state is not None:
+            restore(part, state)
+        steps = iter([False] * 10)
+        finished = part.run(40, stop=lambda steps=steps: next(steps, True))
+        state = deepcopy(snapshot(part))
+        pieces += events
+        if finished:
+            break
+    assert pieces == log and part.fingerprint == whole.fingerprint
+    assert (part.bytes, part.messages) == (whole.bytes, whole.messages)
+    for client in range(8):
+        assert torch.equal(part.strategy.model_for(client), whole.strategy.model_for(client))
 
 
 def test_divergence_is_a_clear_error(small):

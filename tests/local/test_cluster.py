@@ -1,14 +1,16 @@
 """Training on a Ray cluster: two nodes, both on this machine, that talk over 127.0.0.1 alone."""
 
+import pickle
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from polytempo import Federation, PolytempoError, Task, simulate
+from polytempo import Federation, PolytempoError, Proximal, Task, simulate
 from polytempo.local import Job, Trainer, make_backend
 from polytempo.simulation import Simulator
 from polytempo.strategies import PACE
@@ -17,7 +19,7 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from polytempo.local.cluster import RayPool, _array, _models, processors  # noqa: E402
+from polytempo.local.cluster import RayPool, _array, _models, _Worker, processors  # noqa: E402
 
 NODE = {
     "num_cpus": 1,
@@ -111,6 +113,25 @@ def test_models_travel_as_they_are(dtype):
         assert found.dtype == dtype
         assert torch.equal(found, sent)
         assert found.data_ptr() % 64 == 0
+
+
+def test_anchors_travel_with_their_jobs(small):
+    """What the pool asks a worker for, and what the worker makes of it; without a cluster."""
+    solver = Trainer(own_model(), small, 3, "reset")
+    start, task = solver.space.read(), Task(epochs=1, objective=Proximal(0.5))
+    jobs = [Job(client, start, task, ("client", client)) for client in range(3)]
+    jobs[1] = replace(jobs[1], anchor=start + 1)
+    asked = []
+    pool = RayPool.__new__(RayPool)
+    pool._ask = lambda worker, method, *details: asked.append((worker, method, details))
+    pool.train(7, jobs)
+    [(number, method, details)] = asked
+    assert (number, method) == (7, "train")
+    worker = _Worker()
+    worker.solver = solver
+    uploads = _models(worker.train(*pickle.loads(pickle.dumps(details))), start.dtype)
+    assert all(map(torch.equal, uploads, solver.train_group(jobs)))
+    assert not torch.equal(uploads[1], solver.train(replace(jobs[1], anchor=None)))
 
 
 def assert_same(found: Simulator, expected: Simulator) -> None:

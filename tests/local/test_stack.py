@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
+from polytempo.core.task import Drift
 from polytempo.local import Job, Trainer, stack
 from polytempo.local.stack import StackTrainer
 
@@ -28,6 +29,7 @@ OBJECTIVES = {
     "l2": Pull(0.8, "l2"),
     "away": Pull(-0.8, "cosine"),
 }
+ANCHORED = OBJECTIVES | {"drift": Drift()}
 MODELS = {"linear": [], "one hidden": [7], "two hidden": [9, 6]}
 
 
@@ -175,6 +177,36 @@ def test_with_and_without_momentum_and_weight_decay(upload, momentum, weight_dec
             assert_same_upload(fast, plain, job)
 
 
+def elsewhere(trainer: Trainer, seed: int = 0) -> Tensor:
+    """Some vector that is not the model."""
+    start = trainer.space.read()
+    noise = torch.randn(len(start), generator=torch.Generator().manual_seed(seed))
+    return start + 0.3 * noise.to(start.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", ANCHORED)
+def test_with_an_anchor_that_was_sent_along(model, kind, dtype):
+    fast, plain = pair(MODELS[model], dtype=dtype)
+    anchor = elsewhere(fast) * (0.02 if kind == "drift" else 1)  # it is a gradient there
+    for upload in ("model", "delta", "gradient"):
+        task = replace(TASK, objective=ANCHORED[kind], upload=upload, epochs=2)
+        for name in ("few", "many", "lone last sample"):
+            job = job_for(fast, name, task, anchor=anchor)
+            assert_same_upload(fast, plain, job)
+            if kind not in ("plain", "drift"):  # it refers to the anchor, not to the model
+                assert not torch.allclose(fast.train(job), fast.train(replace(job, anchor=None)))
+
+
+def test_an_anchor_is_not_written_to():
+    fast, _ = pair([7])
+    job = job_for(fast, "few", replace(TASK, objective=Proximal(0.7)), anchor=elsewhere(fast))
+    before = job.anchor.clone()
+    fast.train(job)
+    assert torch.equal(job.anchor, before)
+
+
 @settings(max_examples=60)
 @given(
     model=st.sampled_from(list(MODELS)),
@@ -198,7 +230,9 @@ def test_any_job(model, kind, name, task, data):
     total = task.total_steps(FEDERATION.samples[job.client])
     first = data.draw(st.integers(0, total - 1))
     last = data.draw(st.none() | st.integers(first + 1, total))
-    assert_same_upload(fast, plain, replace(job, first_step=first, last_step=last))
+    anchor = elsewhere(fast) if data.draw(st.booleans(), label="anchor") else None
+    steps = {"first_step": first, "last_step": last}
+    assert_same_upload(fast, plain, replace(job, anchor=anchor, **steps))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
@@ -320,6 +354,7 @@ def test_results_are_the_same_bit_for_bit_in_any_group_and_order(name, kind):
         other = start + torch.randn(len(start), generator=torch.Generator().manual_seed(client))
         job = Job(client, start, task, ("client", client, "dispatch", 0))
         jobs += [job, replace(job, params=other, first_step=client % 3, last_step=5 + client)]
+        jobs += [replace(jobs[-2], anchor=other), replace(jobs[-1], anchor=start)]
     alone = [trainer.train(job) for job in jobs]
     plain = Trainer(network(hidden, fed.x.shape[1], torch.float32), fed, SEED)
     torch.testing.assert_close(alone[0], plain.train(jobs[0]), rtol=1e-4, atol=1e-5)
@@ -342,6 +377,23 @@ def test_results_are_the_same_bit_for_bit_in_any_group_and_order(name, kind):
     check()
 
 
+def test_every_job_of_a_group_has_its_own_anchor():
+    """Jobs are sorted by their steps, and come back in the order in which they were given."""
+    fed, hidden = CROWDS["small"]
+    trainer = StackTrainer(network(hidden, 64, torch.float32), fed, SEED)
+    task = Task(epochs=3, batch_size=10, lr=0.1, objective=Proximal(0.9))
+    jobs = []
+    for k, (client, last) in enumerate([(0, 2), (1, None), (2, 1), (3, 3)]):
+        stream = ("client", client)
+        job = Job(client, trainer.space.read(), task, stream, 0, last, elsewhere(trainer, k))
+        jobs.append(job)
+    assert all(trainer.kind(job) == trainer.kind(jobs[0]) for job in jobs)
+    plain = Trainer(network(hidden, 64, torch.float32), fed, SEED)
+    for job, found in zip(jobs, trainer.train_group(jobs), strict=True):
+        torch.testing.assert_close(found, plain.train(job), rtol=1e-4, atol=1e-5)
+        assert torch.equal(found, trainer.train(job))
+
+
 def test_a_new_trainer_and_an_old_one_give_the_same_bits():
     """Whatever it has remembered of earlier jobs."""
     fed, hidden = CROWDS["small"]
@@ -358,6 +410,9 @@ def test_jobs_of_different_tasks_are_of_different_kinds():
     assert fast.kind(job) == fast.kind(replace(job, stream=("other",), first_step=1))
     for change in ({"lr": 0.2}, {"upload": "delta"}, {"objective": Proximal(0.1)}):
         assert fast.kind(job) != fast.kind(replace(job, task=replace(TASK, **change)))
+    anchored = replace(job, anchor=elsewhere(fast))
+    assert fast.kind(anchored) != fast.kind(job)
+    assert fast.kind(anchored) == fast.kind(replace(job, anchor=job.params))
     # these two are not trained in the same way, or half of the tests here are in vain
     assert fast.kind(job) != fast.kind(job_for(fast, "many"))
 
