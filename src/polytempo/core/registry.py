@@ -161,28 +161,34 @@ class Registry(Generic[T]):
                 f"{self.base.__qualname__}"
             )
         given = {key: None if value == "none" else value for key, value in given.items()}
+        given = self._nested(name, maker, given)
         try:
-            return maker(**self._nested(maker, given))
+            return maker(**given)
         except pydantic.ValidationError as error:
             message = explain(error, option_names(maker))
             raise PolytempoError(f"{self.kind} {name}: {message}") from error
         except TypeError as error:  # a class of the user's own that is no options dataclass
             raise PolytempoError(f"{self.kind} {name}: {error}") from error
 
-    def _nested(self, maker: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _nested(self, name: str, maker: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """`graph.sigma` becomes the entry `sigma` of the table `graph`, of the one that is given
-        or of the default's."""
+        or of the default's. (In TOML it is a table from the start, but one without a name.)"""
         found = {key: value for key, value in given.items() if "." not in key}
+        for key, value in found.items():
+            default = default_of(maker, key)
+            if isinstance(value, Mapping) and "name" not in value and isinstance(default, Options):
+                found[key] = {**self.describe(cast(T, default)), **value}
         for key in given.keys() - found.keys():
             outer, _, inner = key.partition(".")
             table = found.get(outer, default_of(maker, outer))
             if isinstance(table, str):
-                name, options = parse(table)
-                table = {"name": name, **options}
+                inner_name, options = parse(table)
+                table = {"name": inner_name, **options}
             elif isinstance(table, Options):
                 table = self.describe(cast(T, table))
             if not isinstance(table, Mapping):
-                raise PolytempoError(f"unknown option {key!r}{nearest(key, option_names(maker))}")
+                near = nearest(key, option_names(maker))
+                raise PolytempoError(f"{self.kind} {name}: unknown option {key!r}{near}")
             found[outer] = {**table, inner: given[key]}
         return found
 

@@ -186,11 +186,15 @@ class Server:
             )
         if vector.dtype != wanted.dtype:
             raise Refused(f"client {client} sent {vector.dtype}, expected {wanted.dtype}")
-        if not bool(torch.isfinite(vector).all()):
+        square = float(torch.dot(vector, vector))  # NaN or infinite if one of the numbers is
+        # (distances of two such vectors, and sums of a few, must have a finite square too)
+        if not square <= torch.finfo(vector.dtype).max / 16:
             bad = int((~torch.isfinite(vector)).sum())
+            what = (
+                f"{bad} values that are NaN or infinite" if bad else "numbers too large to square"
+            )
             raise Refused(
-                f"client {client} sent {bad} values that are NaN or infinite: its training "
-                "diverged; lower the learning rate"
+                f"client {client} sent {what}: its training diverged; lower the learning rate"
             )
         wanted_extras = self.strategy.task(client).extras
         if set(update.extras) != set(wanted_extras):

@@ -10,7 +10,7 @@ from polytempo.core.errors import PolytempoError
 
 
 def last_features(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What enters the module's last linear layer [samples, features]."""
+    """What enters the linear layer that the module uses last [samples, features]."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     if not layers:
         raise PolytempoError(
@@ -18,11 +18,14 @@ def last_features(module: nn.Module, inputs: Tensor) -> Tensor:
             "clients by; use another strategy than fedsac, or a model that ends in nn.Linear"
         )
     seen: list[Tensor] = []
-    handle = layers[-1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    handles = [
+        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for layer in layers
+    ]
     try:
         module(inputs)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return seen[-1].flatten(1)
 
 
@@ -30,9 +33,12 @@ def principal_directions(features: Tensor, count: int) -> Tensor:
     """An orthonormal basis [count, features] of the directions in which the samples vary most.
 
     Rows are zero where the samples vary in fewer directions. The basis as such is not unique
-    (signs, rotations among equal variances); the space that it spans is what counts.
+    (signs, rotations among equal variances); the space that it spans is what counts. Features that
+    are not finite have a basis of NaN, for the server to refuse.
     """
     centred = features.double() - features.double().mean(0)
+    if not bool(centred.isfinite().all()):
+        return features.new_full((count, features.shape[1]), torch.nan)
     _, sizes, directions = torch.linalg.svd(centred, full_matrices=False)
     basis = centred.new_zeros(count, centred.shape[1])
     found = int((sizes[:count] > 1e-7 * max(float(sizes[0]), 1e-30)).sum())

@@ -150,7 +150,8 @@ class Trainer:
         """What the job's task wants beside its upload."""
         if not job.task.basis:
             return {}
-        self.space.load(job.params + upload if job.task.upload == "delta" else upload)
+        trained = {"model": upload, "delta": job.params + upload, "gradient": job.params}
+        self.space.load(trained[job.task.upload])
         self.space.module.eval()
         x = self.federation.x[self.federation.train[job.client]]
         parts = [x[k : k + _EVALUATION_BATCH] for k in range(0, len(x), _EVALUATION_BATCH)]

@@ -156,7 +156,13 @@ class Bases:
         self._bases = torch.empty(clients, 0, 0, dtype=torch.float64)
 
     def check(self, client: int, basis: Tensor) -> None:
-        """Refuse a basis that cannot be compared with the others."""
+        """Refuse a basis that is none, or cannot be compared with the others."""
+        products = basis.double() @ basis.double().T  # a projection, if rows are rotated too
+        if not bool((products @ products - products).abs().max() < 0.01):
+            raise Refused(
+                f"client {client} sent a basis whose rows are not orthonormal (or zero): send the "
+                "principal directions of the features"
+            )
         if self._known.any() and basis.shape != self._bases.shape[1:]:
             raise Refused(
                 f"client {client} sent a basis of shape {list(basis.shape)}, the others "
@@ -164,7 +170,7 @@ class Bases:
             )
 
     def set(self, client: int, basis: Tensor) -> None:
-        """Remember the client's basis, whose rows are orthonormal."""
+        """Remember the client's basis, whose rows are orthonormal (zero, beyond its rank)."""
         self.check(client, basis)
         if not self._known.any():
             self._bases = basis.new_zeros(len(self._known), *basis.shape, dtype=torch.float64)
@@ -173,13 +179,18 @@ class Bases:
 
     def overlap(self, client: int) -> FloatArray:
         """Of the client's space with everybody's: the cosine of the mean principal angle, 1 if
-        either is not known. The cosines of the angles are the singular values of `A B^T`."""
+        either is not known or a point. The cosines of the angles are the singular values of
+        `A B^T`; there are as many angles as the smaller space has dimensions."""
         overlap: FloatArray = np.ones(len(self._known))
         if not self._known[client]:
             return overlap
-        known = torch.from_numpy(self._known)
-        cosines = torch.linalg.svdvals(self._bases[known] @ self._bases[client].T)
-        overlap[self._known] = cosines.clamp(0, 1).arccos().mean(1).cos().numpy()
+        bases = self._bases[torch.from_numpy(self._known)]
+        angles = torch.linalg.svdvals(bases @ self._bases[client].T).clamp(0, 1).arccos()
+        ranks = bases.square().sum((1, 2)).round()  # the trace of a projection
+        common = ranks.clamp(max=float(self._bases[client].square().sum().round()))
+        counted = torch.arange(angles.shape[1]) < common[:, None]  # the others are of zero rows
+        means = (angles * counted).sum(1) / common.clamp(min=1)
+        overlap[self._known] = means.cos().numpy()
         overlap[client] = 1.0
         return overlap
 
@@ -187,4 +198,4 @@ class Bases:
         return {"known": self._known, "bases": self._bases}
 
     def load_state_dict(self, state: State) -> None:
-        self._known, self._bases = np.array(state["known"]), state["bases"]
+        self._known, self._bases = np.array(state["known"]), state["bases"].clone()

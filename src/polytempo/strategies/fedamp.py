@@ -4,7 +4,9 @@ its heuristic form: as published, naively asynchronous, and on PACE's machinery.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from polytempo.core.strategy import STRATEGIES
 from polytempo.strategies.collaboration import ArrivalGraph, CohortGraph
@@ -31,7 +33,7 @@ class FedAMP(CohortGraph):
     anchored: ClassVar[bool] = True
 
     graph: Graph = dataclasses.field(default_factory=Attention)
-    lam: float = 1.0
+    lam: Annotated[float, Field(ge=0)] = 1.0
 
 
 @STRATEGIES.register("fedamp-async")
@@ -47,7 +49,7 @@ class FedAMPAsync(ArrivalGraph):
     anchored: ClassVar[bool] = True
 
     graph: Graph = dataclasses.field(default_factory=Attention)
-    lam: float = 1.0
+    lam: Annotated[float, Field(ge=0)] = 1.0
 
 
 @STRATEGIES.register("fedamp-pace")
