@@ -39,7 +39,11 @@ def plot_diagnosis(
         bare(left)
         left.set_title("squared error of the server's steps", pad=10)
         left.set(xlabel="updates folded", ylabel="squared length")
-        left.legend(frameon=False, fontsize=9)
+        largest = max(max(row[term] for term in (*TERMS, "gradient")) for row in rows)
+        left.set_ylim(1e-5 * largest, 2 * largest)  # below that, nothing hurts
+        figure.legend(
+            *left.get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False
+        )
         shares = 100 * np.sort(np.asarray(influence, dtype=np.float64))[::-1]
         right.bar(np.arange(len(shares)), shares, width=0.9, color=PALETTE[0])
         right.axhline(100 / len(shares), color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
