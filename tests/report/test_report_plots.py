@@ -13,7 +13,14 @@ import pytest
 
 import polytempo.report
 from polytempo.core.errors import PolytempoError
-from polytempo.report import Curve, plot_accuracy, plot_graph, plot_labels, plot_staleness
+from polytempo.report import (
+    Curve,
+    plot_accuracy,
+    plot_diagnosis,
+    plot_graph,
+    plot_labels,
+    plot_staleness,
+)
 from polytempo.report.canvas import PALETTE
 from polytempo.report.curves import on_common_grid
 from polytempo.report.maps import by_cluster, by_group, colour_top
@@ -233,3 +240,12 @@ def test_no_module_of_the_report_imports_matplotlib_until_it_draws():
 
     assert any(mention(ever))
     assert not any(mention(at_import))
+
+
+def test_a_diagnosis_is_drawn_and_nothing_to_draw_is_an_error(tmp_path):
+    terms = {"noise": 0.0, "bias": 0.3, "delay": 0.02, "gradient": 0.5}
+    rows = [{"round": 10 * k, **terms} for k in range(1, 4)]
+    path = plot_diagnosis(rows, [0.5, 0.3, 0.2], tmp_path / "diagnosis.png")
+    assert path.stat().st_size > 10_000
+    with pytest.raises(PolytempoError, match="nothing was diagnosed"):
+        plot_diagnosis([], [1.0], tmp_path / "none.png")

@@ -128,6 +128,11 @@ class RunConfig(BaseModel):
         description="where a server keeps a model per client: in memory, there in half precision, "
         "or on disk (in the folder named by TMPDIR)",
     )
+    diagnose: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="measure, every so many updates, how much sampling noise, participation bias "
+        "and delay there is in the server's steps (strategies with one model; slow)",
+    )
     seed: int = Field(0, description="decides everything that is random")
     check: bool = Field(False, description="verify the simulator's invariants while running")
     events: bool = Field(False, description="write every event to events.jsonl")

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
 from polytempo.local.memory import peak_memory
-from polytempo.report import Curve, plot_accuracy, plot_graph, plot_staleness, write_html
+from polytempo.report import (
+    Curve,
+    plot_accuracy,
+    plot_diagnosis,
+    plot_graph,
+    plot_staleness,
+    write_html,
+)
 from polytempo.simulation import Simulator
 from polytempo.simulation.metrics import convergence_time, final_accuracy, time_to
 
@@ -112,6 +119,7 @@ def summarise(
             "wall_seconds": dict(simulator.wall),
             "backend": simulator.backend.name,
             "trained_in_vain": simulator.backend.wasted,
+            "diagnosis": _diagnosis(simulator),
             "peak_rss_mb": (peak_memory() + simulator.backend.worker_memory) / 2**20 or None,
             "fingerprint": simulator.fingerprint,
             "version": version("polytempo"),
@@ -122,6 +130,18 @@ def summarise(
     )
 
 
+def _diagnosis(simulator: Simulator) -> dict[str, Any] | None:
+    """Means over the measurements of the squared errors, and the clients' shares of influence."""
+    found = simulator.diagnosis
+    if found is None or not found.rows:
+        return None
+    means = {
+        term: sum(row[term] for row in found.rows) / len(found.rows)
+        for term in ("noise", "bias", "delay", "error", "gradient")
+    }
+    return {**means, "influence": found.influence.tolist(), "measurements": len(found.rows)}
+
+
 # -- the folder ---------------------------------------------------------------------------------
 
 
@@ -129,6 +149,9 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     """history.csv, result.json, the plots and the report. Needs matplotlib for the last two."""
     _replace(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
     write_table(folder / "history.csv", result.history)
+    diagnosis = result.simulator.diagnosis if result.simulator else None
+    if diagnosis and diagnosis.rows:
+        write_table(folder / "diagnosis.csv", diagnosis.rows)
     if not can_plot():
         return
     images = _plots(folder, result)
@@ -158,6 +181,11 @@ def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
     simulator = result.simulator
+    diagnosis = simulator.diagnosis if simulator else None
+    if diagnosis and diagnosis.rows:
+        path = folder / "diagnosis.png"
+        plot_diagnosis(diagnosis.rows, diagnosis.influence.tolist(), path)
+        images.append(("Why the steps are wrong, and who moves the model", path))
     if simulator is None or simulator.federation.clients > GRAPH_CLIENTS:
         return images
     graph = simulator.strategy.collaboration()

@@ -206,6 +206,7 @@ def make_simulator(
         check=config.check,
         backend=backend,
         storage=config.storage(),
+        diagnose=config.diagnose,
     )
 
 

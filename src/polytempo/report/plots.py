@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.report.beside import Bar, plot_bars, plot_tradeoff
 from polytempo.report.curves import Curve, plot_accuracy
+from polytempo.report.diagnosis import plot_diagnosis
 from polytempo.report.maps import plot_graph, plot_labels
 from polytempo.report.staleness import plot_staleness
 
@@ -12,6 +13,7 @@ __all__ = [
     "Curve",
     "plot_accuracy",
     "plot_bars",
+    "plot_diagnosis",
     "plot_graph",
     "plot_labels",
     "plot_staleness",

@@ -38,6 +38,7 @@ def snapshot(simulator: Simulator) -> State:
         "wall": dict(simulator.wall),
         "events": simulator.events,
         "fingerprint": simulator.fingerprint,
+        "diagnosis": simulator.diagnosis.save() if simulator.diagnosis else None,
     }
 
 
@@ -67,6 +68,8 @@ def restore(simulator: Simulator, state: State) -> None:
     simulator.staleness = Counter(dict(state["staleness"]))
     simulator.wall = dict(state["wall"])
     simulator.events, simulator.fingerprint = state["events"], state["fingerprint"]
+    if simulator.diagnosis:
+        simulator.diagnosis.load(state["diagnosis"])
     if simulator.checker:
         _resume_checker(simulator)
 

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ from polytempo.data import Federation
 from polytempo.local import Backend, Job, Score, make_backend
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
+from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Dropout, Never, Timeline
 from polytempo.simulation.metrics import over_clients
 
@@ -99,6 +100,7 @@ class Simulator:
         check: bool = False,
         backend: Backend | None = None,
         storage: Storage = PLAIN_STORAGE,
+        diagnose: int | None = None,
     ) -> None:
         clients = federation.clients
         self.backend = backend or make_backend(module, federation, seed, buffers, name="serial")
@@ -137,6 +139,9 @@ class Simulator:
         self.started = False
         self.observers: list[Observer] = []
         self.checker = Checker(slots) if check else None
+        self.diagnosis = Diagnosis(self, diagnose) if diagnose else None
+        if self.diagnosis:
+            self.server.strategy = cast(Strategy, self.diagnosis)
         self._scores: dict[int, tuple[int | None, Score]] = {}  # with the revision of the model
         self._evaluated: tuple[Tensor, list[Score]] | None = None  # the same, of a single model
 
@@ -182,6 +187,8 @@ class Simulator:
     def _start(self) -> None:
         self.started = True
         self._record()
+        if self.diagnosis:
+            self.diagnosis.start()
         absent = set()
         for index, change in enumerate(self.changes):
             if change.time <= 0 and not change.available:

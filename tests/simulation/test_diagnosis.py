@@ -1,0 +1,174 @@
+"""The three error terms, on quadratics whose gradients are known, and on real training."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import polytempo as pt
+from polytempo.core.errors import PolytempoError
+from polytempo.core.parameters import ParameterSpace
+from polytempo.core.rng import rng
+from polytempo.core.task import Task
+from polytempo.local import Backend, Score
+from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation.devices import TwoSpeed
+from polytempo.storage import load_state, save_state
+from polytempo.strategies import STRATEGIES
+
+CLIENTS, SIZE = 6, 4
+CENTRES = torch.from_numpy(np.random.default_rng(0).normal(size=(CLIENTS, SIZE))).float()
+RATE = 0.1
+
+
+class Quadratic:
+    """Client i's loss is `|w - c_i|^2 / 2`; a mini-batch adds noise to its gradient."""
+
+    group = 1
+
+    def __init__(self, noise: float) -> None:
+        module = nn.Linear(SIZE, 1, bias=False)
+        nn.init.constant_(module.weight, 0.7)
+        self.space = ParameterSpace(module)
+        self.noise = noise
+
+    def kind(self, job):
+        return None
+
+    def train_group(self, jobs):
+        return [self.train(job) for job in jobs]
+
+    def train(self, job):
+        task, w = job.task, job.params.clone()
+        steps = task.total_steps(20)
+        stream = rng(0, *job.stream)
+        for _ in range(steps):
+            gradient = w - CENTRES[job.client]
+            if task.batch_size < 20:
+                gradient = (
+                    gradient + self.noise * torch.from_numpy(stream.normal(size=SIZE)).float()
+                )
+            if task.upload == "gradient":
+                return gradient
+            w = w - task.lr * gradient
+        return w - job.params if task.upload == "delta" else w
+
+    def extras(self, job, upload):
+        return {}
+
+    def evaluate(self, params, clients):
+        return [Score(1, 2, 1.0) for _ in clients]
+
+
+def federation() -> pt.Federation:
+    clients = [(torch.zeros(27, SIZE), torch.arange(27) % 2) for _ in range(CLIENTS)]
+    return pt.Federation.from_arrays(clients, test_fraction=0.25)
+
+
+def simulator(strategy, noise=0.0, steps=1, every=1, **options) -> Simulator:
+    solver = Quadratic(noise)
+    task = Task(steps=steps, batch_size=5, lr=RATE, momentum=0.0, weight_decay=0.0)
+    return Simulator(
+        federation(),
+        solver.space.module,
+        STRATEGIES.create(strategy),
+        task=task,
+        devices=TwoSpeed(slow=0.5, factor=4),
+        backend=Backend(solver),
+        adapt_epochs=0,
+        eval_every=1000,
+        diagnose=every,
+        **options,
+    )
+
+
+def test_bias_and_delay_of_single_updates_by_hand():
+    """FedBuff with a buffer of one: u is the sender's gradient at the model that it was sent."""
+    run = simulator("fedbuff:buffer_size=1,weighting=constant", slots=3)
+    held, models = {}, []
+
+    def watch(event):
+        if event["event"] == "dispatch":
+            held[event["client"]] = run.strategy.model_for(0).double()
+        elif event["event"] == "upload":
+            models.append((event["client"], held[event["client"]].clone()))
+
+    run.observers.append(watch)
+    run.run(1)
+    w0 = run.server.context.initial.double()
+    centres = CENTRES.double()
+    stale = {client: w0 for client in range(CLIENTS)}
+    w = w0
+    run.run(40)
+    assert [row["round"] for row in run.diagnosis.rows] == list(range(1, 41))
+    for row, (client, received) in zip(run.diagnosis.rows, models, strict=True):
+        stale[client] = received
+        u = received - centres[client]
+        mean = torch.stack([stale[i] - centres[i] for i in range(CLIENTS)]).mean(0)
+        current = w - centres.mean(0)
+        assert row["noise"] == pytest.approx(0, abs=1e-9)
+        assert row["bias"] == pytest.approx(float((u - mean).square().sum()), rel=1e-4, abs=1e-9)
+        assert row["delay"] == pytest.approx(
+            float((mean - current).square().sum()), rel=1e-3, abs=1e-9
+        )
+        assert row["error"] == pytest.approx(float((u - current).square().sum()), rel=1e-4)
+        assert row["gradient"] == pytest.approx(float(current.square().sum()), rel=1e-4)
+        assert row["step"] == pytest.approx(RATE)
+        w = w - RATE * u
+    counts = np.bincount([client for client, _ in models], minlength=CLIENTS)
+    np.testing.assert_allclose(run.diagnosis.influence, counts / counts.sum(), atol=1e-12)
+
+
+def test_full_participation_without_delay_has_neither_bias_nor_delay():
+    run = simulator("fedavg", slots=CLIENTS)
+    run.run(5 * CLIENTS)
+    for row in run.diagnosis.rows:
+        assert row["bias"] < 1e-10
+        assert row["delay"] < 1e-10
+        assert row["error"] < 1e-10
+    np.testing.assert_allclose(run.diagnosis.influence, np.full(CLIENTS, 1 / CLIENTS))
+
+
+def test_several_local_steps_are_bias_not_noise():
+    run = simulator("fedavg", slots=CLIENTS, steps=5)
+    run.run(3 * CLIENTS)
+    assert all(row["noise"] < 1e-10 for row in run.diagnosis.rows)
+    assert run.diagnosis.rows[0]["bias"] > 1e-3
+
+
+def test_noise_is_that_of_the_mini_batches():
+    """The mean of six gradients, each with four numbers of variance 0.25."""
+    run = simulator("fedavg", slots=CLIENTS, noise=0.5)
+    run.run(400 * CLIENTS)
+    noise = [row["noise"] for row in run.diagnosis.rows]
+    expected = SIZE * 0.25 / CLIENTS
+    error = expected * np.sqrt(2 / SIZE / len(noise))
+    assert abs(np.mean(noise) - expected) < 4 * error
+
+
+@pytest.mark.parametrize("name", [n for n in STRATEGIES if STRATEGIES[n].single_model])
+def test_the_run_is_not_touched_and_can_be_resumed(name, tmp_path):
+    plain, diagnosed, resumed = (
+        simulator(name, noise=0.1, steps=2, every=every, slots=3) for every in (None, 7, 7)
+    )
+    plain.run(30)
+    plain.run(60)
+    diagnosed.run(30)
+    save_state(tmp_path / "state", snapshot(diagnosed))
+    restore(resumed, load_state(tmp_path / "state"))
+    diagnosed.run(60)
+    resumed.run(60)
+    assert plain.fingerprint == diagnosed.fingerprint
+    assert torch.equal(plain.strategy.model_for(0), diagnosed.strategy.model_for(0))
+    assert diagnosed.diagnosis.rows == resumed.diagnosis.rows
+    assert len(diagnosed.diagnosis.rows) >= 3
+    for row in diagnosed.diagnosis.rows:
+        assert all(np.isfinite(value) for value in row.values())
+    shares = diagnosed.diagnosis.influence
+    np.testing.assert_array_equal(shares, resumed.diagnosis.influence)
+    assert shares.sum() == pytest.approx(1)
+
+
+def test_a_model_for_each_client_cannot_be_diagnosed():
+    with pytest.raises(PolytempoError, match=r"--diagnose needs .* one model.*pace"):
+        simulator("pace")
