@@ -5,6 +5,7 @@ Unknown settings are errors that name the nearest one; every value is checked be
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +75,9 @@ class RunConfig(BaseModel):
     )
     rounds: Annotated[int, Field(ge=1)] = Field(
         400, description="updates that the server folds in before the run ends"
+    )
+    versions: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="end the run when the server has changed its model so often, if earlier"
     )
     until: Annotated[float, Field(gt=0)] | None = Field(
         None, description="end the run at this simulated time, if that is earlier (seconds)"
@@ -148,6 +152,11 @@ class RunConfig(BaseModel):
     @property
     def evaluation_interval(self) -> int:
         return self.eval_every or max(1, self.rounds // 40)
+
+    @property
+    def ends(self) -> dict[str, float]:
+        """What else than the number of rounds ends the run."""
+        return {"versions": self.versions or math.inf, "until": self.until or math.inf}
 
     def make(self, field: str) -> Any:
         """The strategy, device model, ... that the setting of that name describes."""
