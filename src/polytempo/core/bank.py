@@ -98,7 +98,7 @@ class ModelBank:
         self._columns = [slice(k, min(k + width, size)) for k in range(0, size, width)]
         self._tile_rows = TILE // width
         self._scratch = torch.empty(2, self._tile_rows, width, dtype=initial.dtype)
-        self._stored = self._format.place(slice(0, size)).stop  # what a row consists of
+        self._stored: int = self._format.place(slice(0, size)).stop  # length of a row, as kept
         self._stride = -(-self._stored // ALIGN) * ALIGN
         rows = max(BLOCK // (self._stride * self._format.dtype.itemsize), TILE // WIDTH)
         self._block_rows = min(clients, rows)
@@ -254,12 +254,12 @@ class ModelBank:
     def _lifted(self, rows: Tensor, columns: slice, room: Tensor) -> Tensor:
         """A tile in the precision of the vectors: itself, or a copy in `room`."""
         tile = self._format.unpack(rows[:, self._format.place(columns)], room)
-        return tile[:, : columns.stop - columns.start]
+        return tile.narrow(1, 0, columns.stop - columns.start)
 
     def _values(self, row: Tensor, form: Exact) -> Tensor:
         """What a row that is stored in that format stands for."""
         room = torch.empty(1, len(row), dtype=self.origin.dtype)
-        return form.unpack(row[None], room)[0, : len(self.origin)]
+        return form.unpack(row[None], room)[0].narrow(0, 0, len(self.origin))
 
     def _square(self, vector: Tensor) -> float:
         parts = [vector[columns].to(self.origin.dtype) for columns in self._columns]
@@ -270,8 +270,8 @@ class ModelBank:
         square = self._square(self._values(packed, self._format))
         if self._format.largest and not math.isfinite(square):
             raise PolytempoError(
-                f"a model has parameters beyond {self._format.largest:g}, which {self.storage.bits} "
-                "bits cannot hold; keep the models in full precision"
+                f"a model has parameters beyond {self._format.largest:g}, which {self.storage.bits}"
+                " bits cannot hold; keep the models in full precision"
             )
         self._row(slot).copy_(packed)
         self._squares[slot] = square

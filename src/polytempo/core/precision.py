@@ -79,7 +79,7 @@ class Int8(Exact):
 
     def pack(self, values: Tensor) -> Tensor:
         padded = functional.pad(values, (0, -values.shape[1] % self.group))
-        groups = padded.unflatten(1, (-1, self.group))
+        groups = padded.view(len(values), -1, self.group)
         scales = (groups.abs().amax(2, keepdim=True) / 127).float()
         exact = torch.where(scales > 0, groups / scales, 0.0)
         below = exact.floor()
@@ -90,8 +90,8 @@ class Int8(Exact):
         return torch.cat([codes, scales.view(torch.int8)], 2).flatten(1)
 
     def unpack(self, stored: Tensor, room: Tensor) -> Tensor:
-        groups = stored.unflatten(1, (-1, self.group + SCALE))
+        groups = stored.view(len(stored), -1, self.group + SCALE)
         values = room[: len(stored), : groups.shape[1] * self.group]
         codes, scales = groups[:, :, : self.group], groups[:, :, self.group :]
-        values.unflatten(1, (-1, self.group)).copy_(codes).mul_(scales.view(torch.float32))
+        values.view(groups.shape[0], -1, self.group).copy_(codes).mul_(scales.view(torch.float32))
         return values
