@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polytempo.report.beside import Bar, plot_bars, plot_tradeoff
 from polytempo.report.curves import Curve, plot_accuracy
+from polytempo.report.heatmap import plot_heatmaps
 from polytempo.report.maps import plot_graph, plot_labels
 from polytempo.report.staleness import plot_staleness
 
@@ -13,6 +14,7 @@ __all__ = [
     "plot_accuracy",
     "plot_bars",
     "plot_graph",
+    "plot_heatmaps",
     "plot_labels",
     "plot_staleness",
     "plot_tradeoff",

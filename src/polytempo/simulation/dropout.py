@@ -76,8 +76,8 @@ class Drop(Dropout):
 
 @DROPOUTS.register("leave")
 class Leave(Dropout):
-    """A `share` of the clients, chosen at random, vanishes for good: at simulated time `at`, or when
-    the server has changed its model `version` times (half-way, however long that takes)."""
+    """A `share` of the clients, chosen at random, vanishes for good: at simulated time `at`, or
+    when the server has changed its model `version` times, however long that takes."""
 
     at: Annotated[float, Field(ge=0)] | None = None
     version: Annotated[int, Field(ge=1)] | None = None
