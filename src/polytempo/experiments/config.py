@@ -5,7 +5,6 @@ Unknown settings are errors that name the nearest one; every value is checked be
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,11 +151,6 @@ class RunConfig(BaseModel):
     @property
     def evaluation_interval(self) -> int:
         return self.eval_every or max(1, self.rounds // 40)
-
-    @property
-    def ends(self) -> dict[str, float]:
-        """What else than the number of rounds ends the run."""
-        return {"versions": self.versions or math.inf, "until": self.until or math.inf}
 
     def make(self, field: str) -> Any:
         """The strategy, device model, ... that the setting of that name describes."""

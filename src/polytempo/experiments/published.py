@@ -129,7 +129,7 @@ class Experiment(_Part):
         model = (self.model or str(dataset.settings.get("model"))).partition(":")[0]
         return dataset.comparable and dataset.paper_model in (None, model)
 
-    def choices(self, row: str, quick: bool) -> list[Choice]:
+    def choices(self, row: str, quick: bool) -> Sequence[Choice]:
         """What a row is run with: every combination of its grid (quick: two). One that says
         nothing, if it has no grid."""
         grid = self.strategies[row].grid and (self.grid or self.strategies[row].grid)

@@ -47,7 +47,7 @@ class Place:
         """Whether the paper's figures are of the same data in the same size."""
         return self.experiment.comparable(column) and not self.quick
 
-    def choices(self, row: str) -> list[Choice]:
+    def choices(self, row: str) -> Sequence[Choice]:
         return self.experiment.choices(row, self.quick)
 
     def run(self, row: str, column: str, seed: int, choice: Choice) -> Path:
@@ -68,7 +68,8 @@ def carry_out(
 ) -> tuple[bool, list[str]]:
     """Run what is not there yet, seed by seed. Returns whether it came to the end, and what was
     said of runs whose training diverged (of a grid, if it did with every value)."""
-    experiment, load, failed = place.experiment, LastFederation(), []
+    experiment, load = place.experiment, LastFederation()
+    failed: list[str] = []
     _all_here(experiment, columns, execution.get("data_dir"))
     configs = {  # all of them first: a mistake is found before anything is run
         (row, column, seed): [
