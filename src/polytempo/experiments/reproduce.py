@@ -132,7 +132,10 @@ def _finished(place: Place, row: str, column: str, choice: Choice) -> list[RunRe
         if not (folder / "result.json").exists():
             continue
         seed = int(folder.name.removeprefix("seed"))
-        wanted = place.experiment.config(row, column, seed, place.quick, choice).model_dump()
+        config = place.experiment.config(row, column, seed, place.quick, choice)
+        wanted = config.model_dump()
+        if config.refill is None and config.make("strategy").all_slots:
+            del wanted["slots"]  # the strategy has taken all
         kept = read_config(folder / "config.toml")
         same = all(
             kept.get(key) == value
