@@ -30,9 +30,10 @@ def plot_heatmaps(
     low, high = min(values), max(values)
     columns = min(ACROSS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    width, height = 0.9 + 0.62 * len(across), 0.9 + 0.42 * len(down)
+    width, height = 0.8 + 0.55 * len(across), 0.9 + 0.42 * len(down)
     names = 0.06 * max(map(len, down))
-    with canvas(path, 1.2 + columns * (width + names), 0.8 + rows * height) as figure:
+    size = max(6.5, 1.2 + columns * (width + names)), max(3.8, 0.8 + rows * height)
+    with canvas(path, *size) as figure:
         from matplotlib.ticker import PercentFormatter
 
         grid = figure.subplots(rows, columns, squeeze=False)
