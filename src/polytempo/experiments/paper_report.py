@@ -145,9 +145,10 @@ def _draw_map(place: Place, folder: Path, results: Mapping[str, Results]) -> tup
     panels: dict[str, dict[tuple[str, str], float]] = {}
     for column, of_column in results.items():
         split = experiment.column(column)[1]
+        title = experiment.labels.get(column, split.title)
         for row, found in of_column.items():
             label = experiment.label(row)
-            panel, at = (label, split.at) if split.at else ("", (split.title, label))
+            panel, at = (label, split.at) if split.at else ("", (title, label))
             if found:
                 panels.setdefault(panel, {})[at] = final(place, found)
     x, y = experiment.axes

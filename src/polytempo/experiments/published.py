@@ -92,7 +92,7 @@ class Experiment(_Part):
     about: str
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    labels: dict[str, str] = {}  # of rows that are called otherwise here
+    labels: dict[str, str] = {}  # of rows (in a map: of columns) that are called otherwise here
     plot: Literal["curves", "bars", "tradeoff", "heatmap"] = "curves"
     axes: tuple[str, str] = ("", "")  # of a heat map
     figure: Literal["accuracy", "accuracy_weighted"] = "accuracy"  # what counts: see FIGURES
