@@ -35,7 +35,7 @@ from polytempo.experiments.published import (
     experiments,
     load_experiment,
 )
-from polytempo.experiments.reproduce import LEGEND, Place, asides, carry_out, collect
+from polytempo.experiments.reproduce import Place, asides, carry_out, collect, legend
 from polytempo.experiments.reproduce import table as reproduction
 from polytempo.experiments.result import RunResult, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
@@ -285,6 +285,9 @@ def reproduce_command(
     only: Annotated[
         str | None, typer.Option(help="Run only these rows: pace,fedavg,standalone \\[all].")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Another model, such as resnet18 \\[the experiment's].")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --first-seed on.")] = 1,
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     quick: Annotated[
@@ -306,7 +309,7 @@ def reproduce_command(
     if experiment is None:
         _list_experiments(as_json)
         return
-    chosen = load_experiment(experiment)
+    chosen = load_experiment(experiment, model)
     columns, rows = choose_columns(chosen, dataset, partition), choose_rows(chosen, only)
     place = Place(out.expanduser(), chosen, quick)
     with _progress(as_json) as progress:
@@ -321,6 +324,7 @@ def reproduce_command(
     folders = []
     for name in dict.fromkeys(column.partition("/")[0] for column in columns):
         again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
+        again += f" --model {model}" if model else ""
         folders.append(write_report(place, name, again))
     results = {column: collect(place, column) for column in columns}
     tables = {column: reproduction(place, column, results[column]) for column in columns}
@@ -336,7 +340,7 @@ def reproduce_command(
             _print_table(tables[column])
             for line in asides(place, column, results[column]):
                 output.print(escape(line), highlight=False)
-        for remark in (LEGEND, *chosen.notes(columns)):
+        for remark in (legend(chosen), *chosen.notes(columns)):
             output.print(f"- {escape(remark)}", highlight=False)
         for folder in filter(None, folders):
             output.print(f"table, plots and report: [bold]{escape(str(folder))}[/]", soft_wrap=True)

@@ -16,7 +16,7 @@ from polytempo.local import Backend, Job, Trainer
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
-from polytempo.strategies import PACE, STRATEGIES, FedAsync, FedAvg, Standalone
+from polytempo.strategies import PACE, STRATEGIES, FedAsync, FedAvg, FedBuff, Standalone
 
 TASK = Task(epochs=2, batch_size=4, lr=0.05)
 
@@ -291,6 +291,44 @@ def test_who_leaves_for_good_never_comes_back(small):
     assert after
     assert not gone & {event["client"] for event in after}
     assert of_kind(log, "drop")
+
+
+@pytest.mark.parametrize("strategy", [FedAsync(), FedBuff(buffer_size=3), FedAvg()])
+def test_who_leaves_with_a_version_of_the_model_is_gone_from_then_on(small, strategy):
+    simulator, log = make(small, strategy, dropout=Leave(version=5, share=0.5), slots=6)
+    simulator.run(80)
+    left = of_kind(log, "leave")
+    gone = {event["client"] for event in left}
+    assert len(gone) == len(left) == 4
+    assert {event["version"] for event in left} == {5}
+    begin = left[0]["n"]
+    uploads = of_kind(log, "upload")
+    assert gone & {e["client"] for e in uploads if e["n"] < begin}
+    after = {e["client"] for e in of_kind(log, "upload", "dispatch") if e["n"] > left[-1]["n"]}
+    assert after
+    assert not gone & after
+
+
+def test_who_leaves_with_a_version_does_so_after_a_checkpoint_too(small):
+    def world():
+        return make(small, FedAsync(), dropout=Leave(version=10, share=0.5), slots=6)[0]
+
+    whole, first, second = world(), world(), world()
+    whole.run(40)
+    for pause in (5, 20):  # before and after they leave
+        first.run(pause)
+        restore(second, snapshot(first))
+        second.run(40)
+        assert (second.time, second.server.members) == (whole.time, whole.server.members)
+        assert torch.equal(second.strategy.model_for(0), whole.strategy.model_for(0))
+        second = world()
+    assert len(whole.server.members) == 4
+
+
+def test_a_run_can_end_with_a_version_of_the_model(small):
+    simulator, _ = make(small, FedBuff(buffer_size=3), slots=6)
+    assert simulator.run(10_000, versions=4) is True
+    assert (simulator.server.version, simulator.server.round) == (4, 12)
 
 
 def test_a_run_without_anybody_left_ends_early(small):

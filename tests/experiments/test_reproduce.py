@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import polytempo
+from polytempo import Federation, simulate
 from polytempo.data import available
 from polytempo.experiments import compare, published, result, run
 from polytempo.experiments.config import read_config
@@ -18,7 +19,9 @@ from polytempo.experiments.published import experiments, load_experiment
 from polytempo.models import MODELS
 
 PACKAGE = Path(polytempo.__file__).parent
-TABLES = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4"]
+TABLES = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4"]  # of PACE
+ACE = ["fig2", "fig3", "figa2", "figa3", "table2"]
+ALL = [*(f"ace/{name}" for name in ACE), *(f"pace/{name}" for name in TABLES)]
 
 COMMON = """
 title = "A paper"
@@ -124,24 +127,34 @@ def summary(out: Path, column: str, row: str, seed: int = 0, paper: str = "tiny"
     return json.loads((out / paper / "runs" / column / row / f"seed{seed}/result.json").read_text())
 
 
+def pooled(folder: Path) -> float:
+    """Per cent on the pooled test set, mean of the last three evaluations."""
+    with (folder / "history.csv").open(newline="") as file:
+        return 100 * statistics.mean(
+            float(row["accuracy_weighted"]) for row in list(csv.DictReader(file))[-3:]
+        )
+
+
 # -- the files of the papers ----------------------------------------------------------------------
 
 
-def test_every_table_and_figure_of_pace_is_there():
-    assert experiments() == [f"pace/{name}" for name in TABLES]
+def test_every_table_and_figure_is_there():
+    assert experiments() == ALL
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("quick", [False, True])
 def test_all_settings_of_every_file_are_valid(name, quick):
-    experiment = load_experiment(f"pace/{name}")
+    experiment = load_experiment(name)
     for column in experiment.columns:
         for row in experiment.rows:
-            config = experiment.config(row, column, 0, quick)
-            assert config.make("strategy").name == config.strategy_table["name"]
-            assert config.make("partition") is not None
-            MODELS.create(config.model)
-            assert config.data in {info.name for info in available()}
+            for choice in experiment.choices(row, quick):
+                config = experiment.config(row, column, 0, quick, choice)
+                assert config.make("strategy").name == config.strategy_table["name"]
+                assert config.make("partition") is not None
+                MODELS.create(config.model)
+                assert config.data in {info.name for info in available()}
+                assert config.slots is None or config.slots <= config.clients
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -157,12 +170,15 @@ def test_every_table_has_standalone_and_figures_of_rows_and_columns_that_exist(n
     assert any(row in experiment.paper.accuracy for row in experiment.rows)
 
 
-def test_every_method_is_used_and_no_two_are_the_same_run():
+@pytest.mark.parametrize(
+    ("paper", "column"), [("pace", "cifar10/dir0.1"), ("ace", "cifar10/dir0.1-beta5")]
+)
+def test_every_method_is_used_and_no_two_are_the_same_run(paper, column):
     """Experiments share runs by the name of the row, so one run must have one name."""
-    everything = [load_experiment(name) for name in experiments()]
+    everything = [load_experiment(name) for name in experiments() if name.startswith(f"{paper}/")]
     used = {row for experiment in everything for row in experiment.rows}
     assert used == set(everything[0].strategies)
-    specs = {row: everything[0].config(row, "cifar10/dir0.1", 0, False) for row in used}
+    specs = {row: everything[0].config(row, column, 0, False) for row in used}
     different = {json.dumps(config.model_dump(), sort_keys=True) for config in specs.values()}
     assert len(different) == len(used)
 
@@ -243,9 +259,113 @@ def test_quick_is_small_for_every_column():
     for name in experiments():
         experiment = load_experiment(name)
         for column in experiment.columns:
-            config = experiment.config("standalone", column, 0, True)
-            assert config.rounds * config.epochs * config.limit / config.clients < 10_000  # samples
-            assert config.rounds >= 4 * config.eval_every  # enough to speak of convergence
+            config = experiment.config(experiment.rows[0], column, 0, True)
+            uploads = min(config.rounds, 10 * (config.versions or config.rounds))
+            samples = config.batch_size if config.steps else config.limit / config.clients
+            assert uploads * config.epochs * samples < 51_000
+            steps = min(config.rounds, config.versions or config.rounds)
+            assert steps >= 4 * config.eval_every  # enough to speak of convergence
+
+
+# -- ACE's files ----------------------------------------------------------------------------------
+
+
+def test_the_setting_of_ace_is_that_of_its_appendix_f4():
+    experiment = load_experiment("ace/fig2")
+    for row in experiment.rows:
+        found = experiment.config(row, "cifar10/dir0.1-beta5", 0, False)
+        assert (found.clients, found.versions, found.batch_size, found.steps) == (100, 500, 50, 1)
+        assert found.devices["name"] == "exponential"
+        buffered = row in ("ca2fl", "fedbuff")
+        assert found.slots == (20 if buffered else None)  # None: all clients, see below
+        assert found.strategy_table.get("buffer_size", 1) == (10 if buffered else 1)
+        assert found.rounds >= 500 * (10 if buffered else 1)
+        assert buffered or found.make("strategy").all_slots
+        grid = [choice["server_lr"] for choice in experiment.choices(row, False)]
+        assert grid == [0.02, 0.05, 0.1, 0.2, 0.5]  # the same for each method, on a gradient ...
+        assert min(grid) < 0.2 * (100 / 500) ** 0.5 < max(grid)  # ... around the paper's
+    assert (
+        experiment.config("fedbuff", "cifar10/dir0.1-beta5", 0, False).lr == 1
+    )  # ... in this case
+
+
+def test_rates_are_per_gradient_whatever_the_number_of_local_steps():
+    experiment = load_experiment("ace/table2")
+    for row in experiment.rows:
+        config = experiment.config(row, "cifar10/dir0.3-beta5", 0, False)
+        k = int(row.partition("-k")[2] or 1)
+        if row.startswith("fedbuff"):
+            assert config.steps == k
+            scale = k * config.lr
+        else:
+            assert config.strategy_table["local_steps"] == k
+            scale = k
+        rates = [scale * choice["server_lr"] for choice in experiment.choices(row, False)]
+        wanted = [0.02, 0.05, 0.1, 0.2, 0.5] if k == 1 else [0.05, 0.1, 0.2]
+        assert rates == pytest.approx(wanted)
+
+
+def test_table_2_says_that_local_steps_and_delays_harm():
+    """A slip in typing the paper's figures would break their order."""
+    paper = load_experiment("ace/table2").paper.accuracy
+    assert sum(map(len, paper.values())) == 15 * 6
+    for name in ("ace", "ca2fl", "fedbuff", "delay-adaptive", "vanilla"):
+        for column in paper[name]:
+            one, five, ten = (paper[f"{name}{k}"][column][0] for k in ("", "-k5", "-k10"))
+            assert one > five > ten
+        for k in ("", "-k5", "-k10"):
+            row = paper[f"{name}{k}"]
+            for alpha in ("0.1", "0.3"):
+                steps = f"cifar10-steps/dir{alpha}"
+                assert row[f"{steps}-beta5"] > row[f"{steps}-beta30"]
+                assert row[f"{steps}-beta5"] == row[f"cifar10/dir{alpha}-beta5"]
+            assert row["cifar10-steps/dir0.3-beta30"] > row["cifar10-steps/dir0.1-beta30"]
+
+
+def test_clients_vanish_half_way_in_steps():
+    experiment = load_experiment("ace/fig3")
+    shares = []
+    for column in experiment.columns:
+        config = experiment.config("aced", column, 0, False)
+        if config.dropout["name"] == "leave":
+            assert config.dropout["version"] == config.versions / 2
+        shares.append(config.dropout.get("share", 0))
+        assert config.partition["alpha"] == 0.3
+    assert shares == [0, 0.1, 0.3, 0.5, 0.7]
+
+
+def test_the_map_covers_every_pair_of_heterogeneity_and_delay():
+    experiment = load_experiment("ace/figa2")
+    seen = set()
+    for column in experiment.columns:
+        config = experiment.config("ace", column, 0, False)
+        alpha, beta = experiment.column(column)[1].at
+        assert config.partition["alpha"] == float(alpha)
+        assert (config.slots, config.refill) == (int(beta) + 1, "idle")  # mean staleness is beta
+        seen.add((alpha, beta))
+    assert len(seen) == 16
+
+
+def test_beta_is_nothing_but_the_unit_of_time_where_everybody_computes():
+    """Which is why there is one beta only."""
+    federation = Federation.load("digits", clients=8, limit=200)
+    five, thirty = (
+        simulate(federation, model="linear", strategy="ace", rounds=60, devices=devices, slots=8)
+        for devices in ("exponential:beta=5", "exponential:beta=30")
+    )
+    assert five.history[-1]["version"] > 10
+    for one, other in zip(five.history, thirty.history, strict=True):
+        assert one["time"] == pytest.approx(other["time"] / 6)
+        assert one | {"time": 0} == other | {"time": 0}
+
+
+def test_figures_are_compared_with_the_papers_model_only():
+    lenet, resnet = (load_experiment("ace/fig2", model) for model in (None, "resnet18:norm=batch"))
+    assert not lenet.comparable("cifar10/dir0.1-beta5")
+    assert resnet.comparable("cifar10/dir0.1-beta5")
+    config = resnet.config("ace", "cifar10/dir0.1-beta5", 0, False)
+    assert MODELS.create(config.model).norm == "batch"
+    assert load_experiment("pace/table2").comparable("cifar10/dir0.1")
 
 
 def test_the_files_are_installed_with_the_package():
@@ -264,7 +384,7 @@ def test_the_files_are_installed_with_the_package():
 def test_alone_it_lists_what_there_is(polytempo):
     outcome = polytempo("reproduce")
     assert outcome.code == 0
-    assert all(f"pace/{name}" in outcome.out for name in TABLES)
+    assert all(name in outcome.out for name in ALL)
     listed = polytempo("reproduce", "--json").json
     assert [each["name"] for each in listed] == experiments()
 
@@ -483,3 +603,125 @@ def test_history_backs_the_convergence_time(paper, polytempo):
     near = [abs(value - smooth[-1]) <= 0.01 for value in smooth]
     first = len(near) - next((k for k, ok in enumerate(reversed(near)) if not ok), len(near))
     assert summary(paper[1], "digits-even", "pace")["convergence_time"] == rows[first][0]
+
+
+# -- grids, and the figure that counts ------------------------------------------------------------
+
+GRID = """
+title = "Table 9"
+about = "Two methods and their rates."
+columns = ["digits/even"]
+rows = ["asgd", "buffered"]
+figure = "accuracy_weighted"
+against = ["versions", "rounds"]
+plot = "heatmap"
+axes = ["split", "method"]
+[paper.accuracy]
+asgd = { "digits/even" = [50.0] }
+"""
+METHODS = """
+[strategies.asgd]
+label = "ASGD"
+strategy = "vanilla-asgd"
+grid = { server_lr = [0.0001, 0.5, 1e39] }
+[strategies.buffered]
+label = "buffered"
+strategy = "fedbuff:buffer_size=3"
+settings = { slots = 3, versions = 4, rounds = 100 }
+"""
+
+
+@pytest.fixture
+def grid(paper, tmp_path):
+    folder = tmp_path / "papers" / "tiny"
+    (folder / "common.toml").write_text(COMMON + METHODS)
+    (folder / "table9.toml").write_text(GRID)
+    return paper
+
+
+def test_every_value_of_a_grid_is_run_and_the_best_is_shown(grid, polytempo, ran):
+    outcome = polytempo("reproduce", "tiny/table9", *grid)
+    assert outcome.code == 0, outcome.err  # one value diverged: the others are there
+    names = ["server_lr=0.0001", "server_lr=0.5", "server_lr=1e+39"]
+    assert ran == [*((name, 0) for name in names), ("buffered", 0)]
+    runs = grid[1] / "tiny/runs/digits-even"
+    weak, good = (pooled(runs / "asgd" / name / "seed0") for name in names[:2])
+    assert good > weak
+    found = rows_of((grid[1] / "tiny/table9/digits/table.md").read_text(), "Digits, even")
+    assert float(found["ASGD"]["pooled"].rstrip("%")) == pytest.approx(good, abs=0.051)
+    assert float(found["ASGD"]["diff."]) == pytest.approx(good - 50, abs=0.051)
+    assert found["ASGD"]["best"] == "server_lr=0.5"
+    assert (found["buffered"]["best"], found["buffered"]["paper"]) == ("-", "-")
+    assert (found["buffered"]["steps"], found["buffered"]["uploads"]) == ("4", "12")
+    assert "chosen on the test data" in outcome.out
+    assert "adapted" not in found["ASGD"]
+
+
+def test_a_second_call_runs_no_value_again_not_even_those_that_diverged(grid, polytempo, ran):
+    arguments = ("reproduce", "tiny/table9", *grid)
+    first = polytempo(*arguments)
+    ran.clear()
+    assert polytempo(*arguments).out == first.out
+    assert ran == []
+
+
+def test_the_best_value_is_that_of_all_seeds(grid, polytempo):
+    """Values that fewer seeds have been run with do not count; the mean over seeds decides."""
+    arguments = ("reproduce", "tiny/table9", "--only", "asgd", *grid)
+    polytempo(*arguments, "--seeds", 2)
+    runs = grid[1] / "tiny/runs/digits-even/asgd"
+    found = rows_of((grid[1] / "tiny/table9/digits/table.md").read_text(), "Digits, even")
+    mean = statistics.mean(pooled(runs / "server_lr=0.5" / f"seed{seed}") for seed in (0, 1))
+    assert float(found["ASGD"]["pooled"].split()[0]) == pytest.approx(mean, abs=0.051)
+    (runs / "server_lr=0.5" / "seed1" / "result.json").unlink()
+    polytempo("reproduce", "tiny/table9", "--only", "buffered", *grid)
+    found = rows_of((grid[1] / "tiny/table9/digits/table.md").read_text(), "Digits, even")
+    assert found["ASGD"]["best"] == "server_lr=0.0001 (edge)"
+
+
+def test_a_method_that_diverges_with_every_value_has_failed(grid, polytempo, tmp_path):
+    file = tmp_path / "papers/tiny/common.toml"
+    file.write_text(file.read_text().replace("[0.0001, 0.5, 1e39]", "[1e39, 1e40]"))
+    for _ in range(2):
+        outcome = polytempo("reproduce", "tiny/table9", *grid)
+        assert outcome.code == 2
+        assert "asgd on digits/even, seed 0" in outcome.err
+
+
+def test_an_experiment_may_narrow_the_grids_and_share_the_runs(grid, polytempo, ran, tmp_path):
+    polytempo("reproduce", "tiny/table9", *grid)
+    ran.clear()
+    narrow = tmp_path / "papers/tiny/table8.toml"
+    narrow.write_text(GRID.replace("[paper", "grid = { server_lr = [0.5] }\n[paper", 1))
+    outcome = polytempo("reproduce", "tiny/table8", "--json", *grid)
+    assert ran == []
+    assert [line["best"] for line in outcome.json["tables"]["digits/even"]] == [
+        "server_lr=0.5",
+        "-",
+    ]
+
+
+def test_curves_over_steps_and_uploads_and_a_map_are_drawn(grid, polytempo, monkeypatch):
+    monkeypatch.setattr(result, "can_plot", lambda: True)
+    polytempo("reproduce", "tiny/table9", *grid)
+    folder = grid[1] / "tiny/table9/digits"
+    drawn = ["accuracy_even_rounds", "accuracy_even_versions", "map"]
+    assert sorted(path.stem for path in folder.glob("*.png")) == drawn
+    assert (folder / "report.html").read_text().count("data:image/png;base64,") == 3
+    assert all(f"]({stem}.png)" in (folder / "table.md").read_text() for stem in drawn)
+
+
+def test_another_model_has_its_own_folder_and_name(grid, polytempo):
+    outcome = polytempo("reproduce", "tiny/table9", "--only", "buffered", "--model", "mlp", *grid)
+    assert outcome.code == 0
+    assert not (grid[1] / "tiny").exists()
+    config = read_config(grid[1] / "tiny-mlp/runs/digits-even/buffered/seed0/config.toml")
+    assert config["model"] == "mlp"
+    text = (grid[1] / "tiny-mlp/table9/digits/table.md").read_text()
+    assert "Digits, mlp, even" in text
+    assert "--model mlp" in text
+
+
+def test_quick_tries_two_values_only(grid, polytempo, ran):
+    polytempo("reproduce", "tiny/table9", "--quick", "--only", "asgd", *grid)
+    assert [name for name, _ in ran] == ["server_lr=0.0001", "server_lr=0.5"]

@@ -18,6 +18,7 @@ from polytempo.report import (
     plot_accuracy,
     plot_diagnosis,
     plot_graph,
+    plot_heatmaps,
     plot_labels,
     plot_staleness,
 )
@@ -51,7 +52,18 @@ def two_seeds(last):
     return {"pace": [curve(0.1, 0.4, adapted=0.9), curve(0.1, last)], "b": [curve(0.2, 0.3)]}
 
 
+def panels(last):
+    return {
+        "a": {("0.1", "5"): 0.3, ("0.1", "30"): 0.2, ("1", "5"): 0.5},
+        "b": {("0.1", "5"): last},
+    }
+
+
 DRAW = {
+    "heatmaps": (
+        lambda path: plot_heatmaps(panels(0.4), path, x="alpha", y="beta"),
+        lambda path: plot_heatmaps(panels(0.41), path, x="alpha", y="beta"),
+    ),
     "accuracy": (
         lambda path: plot_accuracy(two_seeds(0.6), path),
         lambda path: plot_accuracy(two_seeds(0.61), path),
@@ -197,6 +209,9 @@ def test_every_pair_of_colours_differs_for_every_kind_of_vision(kind):
         (lambda path: plot_accuracy({"a": [curve(0.1)]}, path.with_suffix(".doc")), ".png"),
         (lambda path: Curve([1.0], [1, 2], [1], [0.5]), "1, 2, 1, 1"),
         (lambda path: Curve([], [], [], []), "at least one"),
+        (lambda path: Curve([1.0], [1], [1], [0.5], versions=[1, 2]), "1, 1, 1, 1, 2"),
+        (lambda path: plot_accuracy({"a": [curve(0.5)]}, path, x="versions"), "does not have it"),
+        (lambda path: plot_heatmaps({"a": {}}, path, x="", y=""), "run something first"),
         (lambda path: plot_staleness({}, path), "no staleness"),
         (lambda path: plot_staleness({3: 0}, path), "no staleness"),
         (lambda path: plot_graph(np.zeros((2, 3)), path), r"\(2, 3\)"),

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,8 +108,8 @@ def test_a_revision_stands_for_one_model(name):
 
 @pytest.mark.parametrize(
     ("storage", "tolerance"),
-    [(Storage(allocate=mapped()), 0.0), (Storage(half=True), 2e-2)],
-    ids=["mapped", "half"],
+    [(Storage(allocate=mapped()), 0.0), (Storage(bits=16), 2e-2), (Storage(bits=8), 5e-2)],
+    ids=["mapped", "half", "int8"],
 )
 def test_models_are_kept_as_the_context_says(name, storage, tolerance):
     asked = []
@@ -118,11 +119,13 @@ def test_models_are_kept_as_the_context_says(name, storage, tolerance):
         return storage.allocate(shape, dtype)
 
     plain, training = server_for(STRATEGIES.create(name))
-    other, others = server_for(STRATEGIES.create(name), Storage(storage.half, spying))
+    other, others = server_for(STRATEGIES.create(name), replace(storage, allocate=spying))
     for step in range(12):
         answer(plain, training, step)
         answer(other, others, step)
-    kept = torch.float16 if storage.half else torch.float32
+    kept = {32: torch.float32, 16: torch.float16, 8: torch.int8}[storage.bits]
+    if name.endswith("-8bit"):
+        kept = torch.int8
     banks = [value for value in vars(plain.strategy).values() if isinstance(value, ModelBank)]
     assert banks or plain.strategy.single_model
     assert asked == [kept] * len(banks)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.precision import Exact, Half, Int8
 from polytempo.core.task import Measure
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
@@ -45,15 +46,29 @@ def in_memory(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 class Storage:
     """How a bank keeps its rows.
 
-    `half`: in half precision, which halves the memory. A row is rounded to 11 bits each time that
-    it changes: an error of 5e-4 of each number (3e-8 for those below 6e-5), so that what is mixed
-    in with a weight below 5e-4 may be lost. The arithmetic keeps the precision of the vectors.
+    `bits`: of each number; the arithmetic keeps the precision of the vectors in any case.
+    32: as the vectors are.
+    16: in half precision, which halves the memory. A row is rounded to 11 bits each time that it
+    changes: an error of 5e-4 of each number (3e-8 for those below 6e-5), so that what is mixed in
+    with a weight below 5e-4 may be lost.
+    8: as integers with a scale for each 128 neighbours, a quarter of the memory. A row is rounded
+    at random each time that it changes, right on average, by up to 1/127 of the largest number
+    among the neighbours: meant for rows that are replaced (gradients). Where they are mixed again
+    and again with small weights, the errors add up.
+    `seed`: names the random numbers of that rounding.
     `allocate`: where blocks come from, not necessarily initialised; `polytempo.storage.mapped` has
     them on disk.
     """
 
-    half: bool = False
+    bits: Literal[8, 16, 32] = 32
     allocate: Allocator = in_memory
+    seed: int = 0
+
+    def format(self, dtype: torch.dtype) -> Exact:
+        """How vectors of that type are written down."""
+        if self.bits == 8:
+            return Int8(self.seed)
+        return Half() if self.bits == 16 else Exact(dtype)
 
 
 PLAIN_STORAGE = Storage()
@@ -76,23 +91,26 @@ class ModelBank:
         self._revisions = np.zeros(1, dtype=np.int64)  # of each row: which change was its last
         self._changes = 0
 
-        size, width = len(initial), min(len(initial), WIDTH)
+        size = len(initial)
+        self._format = storage.format(initial.dtype)
+        group = self._format.group
+        width = min(-(-size // group) * group, WIDTH)
         self._columns = [slice(k, min(k + width, size)) for k in range(0, size, width)]
         self._tile_rows = TILE // width
         self._scratch = torch.empty(2, self._tile_rows, width, dtype=initial.dtype)
-        self._dtype = torch.float16 if storage.half else initial.dtype
-        self._stride = -(-size // ALIGN) * ALIGN
-        rows = max(BLOCK // (self._stride * self._dtype.itemsize), TILE // WIDTH)
+        self._stored: int = self._format.place(slice(0, size)).stop  # length of a row, as kept
+        self._stride = -(-self._stored // ALIGN) * ALIGN
+        rows = max(BLOCK // (self._stride * self._format.dtype.itemsize), TILE // WIDTH)
         self._block_rows = min(clients, rows)
         self._blocks: list[Tensor] = []
-        self._write(0, initial)
+        self._write(0, initial - self.origin)
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def row(self, client: int) -> Tensor:
         """A copy of the client's vector."""
-        return self.origin + self._row(self._slots[client])
+        return self.origin + self._values(self._row(self._slots[client]), self._format)
 
     def revision(self, client: int) -> int:
         """A number that is a new one whenever `row(client)` may have changed."""
@@ -102,7 +120,7 @@ class ModelBank:
         """Replace the client's vector."""
         if np.count_nonzero(self._slots == self._slots[client]) > 1:
             self._slots[client] = self._copies(self._slots[[client]])[0]
-        self._write(self._slots[client], vector)
+        self._write(self._slots[client], vector - self.origin)
 
     def mix(self, vector: Tensor, weights: FloatArray) -> None:
         """`row[j] <- weights[j] * vector + (1 - weights[j]) * row[j]` for every weight not 0."""
@@ -115,7 +133,8 @@ class ModelBank:
         total = self.origin.clone()
         for slots, rows in self._runs(self._tile_rows, shares != 0):
             for columns in self._columns:
-                total[columns].addmv_(self._lifted(rows[:, columns]).T, factors[slots])
+                tile = self._lifted(rows, columns, self._scratch[0])
+                total[columns].addmv_(tile.T, factors[slots])
         return total
 
     def dissimilarity(self, vector: Tensor, measure: Measure) -> FloatArray:
@@ -147,7 +166,7 @@ class ModelBank:
         if len(changed):
             a, s, p = shares[changed], self._squares[changed], products[changed]
             mixed = (1 - a) ** 2 * s + 2 * a * (1 - a) * p + a**2 * square
-            self._squares[changed] = squares[changed] if self.storage.half else mixed.clip(0.0)
+            self._squares[changed] = squares[changed] if self._rounds else mixed.clip(0.0)
             self._changes += 1
             self._revisions[changed] = self._changes
         return np.asarray(unlike[self._slots], dtype=np.float64)
@@ -156,29 +175,30 @@ class ModelBank:
         self, moved: Tensor, shares: FloatArray, measure: Measure
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Of each row: its product and (if measured) its distance with `moved`, towards which it
-        then moves by its share; and its squared norm after that, for rows in half precision, where
+        then moves by its share; and its squared norm after that, for rows in fewer bits, where
         rounding keeps the norm from following from the product."""
         products, distances, squares = torch.zeros(3, len(shares), dtype=moved.dtype)
         mixing = torch.from_numpy(shares).to(moved.dtype)[:, None]
         touched, far = shares != 0, measure in ("l1", "l2")
         # Memory is read fastest in large parts, but what is used twice should stay in the cache.
-        twice = far or self.storage.half or touched.mean() > 0.5
+        twice = far or self._rounds or touched.mean() > 0.5
         runs = self._runs(self._tile_rows if twice else self._block_rows)
         # (The plan is made in advance because Python is slow when a tile has the cache.)
         plan = [(slots, rows, mixing[slots], _spans(touched[slots])) for slots, rows in runs]
         for slots, rows, weights, spans in plan:
             for columns in self._columns:
-                stored, part = rows[:, columns], moved[columns]
-                tile = self._lifted(stored)
+                stored, part = rows[:, self._format.place(columns)], moved[columns]
+                tile = self._lifted(rows, columns, self._scratch[0])
                 products[slots].addmv_(tile, part)
                 if far:
                     gap = torch.sub(tile, part, out=self._scratch[1, : len(tile), : len(part)])
                     distances[slots] += (gap.abs_() if measure == "l1" else gap.square_()).sum(1)
                 for span in spans:
                     mixed = tile[span].lerp_(part, weights[span])
-                    if self.storage.half:
-                        stored[span] = mixed
-                        squares[slots][span] += mixed.copy_(stored[span]).square_().sum(1)
+                    if self._rounds:
+                        stored[span] = self._format.pack(mixed)
+                        kept = self._lifted(rows[span], columns, self._scratch[0, span])
+                        squares[slots][span] += kept.square_().sum(1)
         if measure == "l2":
             distances.sqrt_()
         return products.double().numpy(), distances.double().numpy(), squares.double().numpy()
@@ -207,12 +227,13 @@ class ModelBank:
         return new
 
     def _row(self, slot: int | np.integer) -> Tensor:
-        """The row itself."""
+        """The row itself, as it is stored."""
         block, place = divmod(int(slot), self._block_rows)
         while block >= len(self._blocks):
             shape = (self._block_rows, self._stride)
-            self._blocks.append(self.storage.allocate(shape, self._dtype))
-        return self._blocks[block][place, : len(self.origin)]
+            self._blocks.append(self.storage.allocate(shape, self._format.dtype))
+        row: Tensor = self._blocks[block][place, : self._stored]
+        return row
 
     def _runs(
         self, longest: int, wanted: BoolArray | None = None
@@ -224,29 +245,36 @@ class ModelBank:
             for run in _spans(wanted[start : start + self._block_rows]):
                 for first in range(run.start, run.stop, longest):
                     last = min(first + longest, run.stop)
-                    rows = block[first:last, : len(self.origin)]
-                    yield slice(start + first, start + last), rows
+                    yield slice(start + first, start + last), block[first:last, : self._stored]
 
-    def _lifted(self, stored: Tensor) -> Tensor:
-        """A tile in the precision of the vectors: itself, or a copy until the next is lifted."""
-        if not self.storage.half:
-            return stored
-        rows, columns = stored.shape
-        return self._scratch[0, :rows, :columns].copy_(stored)
+    @property
+    def _rounds(self) -> bool:
+        """Whether rows are rounded when they are written."""
+        return self.storage.bits < 32
+
+    def _lifted(self, rows: Tensor, columns: slice, room: Tensor) -> Tensor:
+        """A tile in the precision of the vectors: itself, or a copy in `room`."""
+        tile = self._format.unpack(rows[:, self._format.place(columns)], room)
+        return tile.narrow(1, 0, columns.stop - columns.start)
+
+    def _values(self, row: Tensor, form: Exact) -> Tensor:
+        """What a row that is stored in that format stands for."""
+        room = torch.empty(1, len(row), dtype=self.origin.dtype)
+        return form.unpack(row[None], room)[0].narrow(0, 0, len(self.origin))
 
     def _square(self, vector: Tensor) -> float:
         parts = [vector[columns].to(self.origin.dtype) for columns in self._columns]
         return sum(float(part.dot(part)) for part in parts)
 
-    def _write(self, slot: int | np.integer, vector: Tensor) -> None:
-        moved = (vector - self.origin).to(self._dtype)
-        square = self._square(moved)
-        if self.storage.half and not math.isfinite(square):
+    def _write(self, slot: int | np.integer, moved: Tensor) -> None:
+        packed = self._format.pack(moved[None])[0]
+        square = self._square(self._values(packed, self._format))
+        if self._format.largest and not math.isfinite(square):
             raise PolytempoError(
-                "a model has parameters beyond 65504, which half precision cannot hold; "
-                "keep the models in full precision"
+                f"a model has parameters beyond {self._format.largest:g}, which {self.storage.bits}"
+                " bits cannot hold; keep the models in full precision"
             )
-        self._row(slot).copy_(moved)
+        self._row(slot).copy_(packed)
         self._squares[slot] = square
         self._changes += 1
         self._revisions[slot] = self._changes
@@ -260,6 +288,7 @@ class ModelBank:
             "rows": [rows for _, rows in self._runs(self._block_rows)],
             "squares": self._squares,
             "origin": self.origin,
+            "draws": self._format.draws,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -273,11 +302,17 @@ class ModelBank:
         self._slots[:] = slots
         self._squares = np.array(state["squares"])
         self.origin.copy_(origin)
+        self._revisions = np.zeros(len(self._squares), dtype=np.int64)
+        self._format.draws = state.get("draws", 0)
         rows = (row for run in state["rows"] for row in run)
         for slot, row in zip(range(len(self._squares)), rows, strict=True):
-            self._row(slot).copy_(row)
+            if row.dtype == self._format.dtype:
+                self._row(slot).copy_(row)
+            else:
+                form = Int8() if row.dtype == torch.int8 else Exact(row.dtype)
+                self._write(slot, self._values(row, form))
         self._changes += 1
-        self._revisions = np.full(len(self._squares), self._changes)
+        self._revisions[:] = self._changes
 
 
 def _spans(mask: BoolArray) -> list[slice]:

@@ -75,6 +75,9 @@ class RunConfig(BaseModel):
     rounds: Annotated[int, Field(ge=1)] = Field(
         400, description="updates that the server folds in before the run ends"
     )
+    versions: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="end the run when the server has changed its model so often, if earlier"
+    )
     until: Annotated[float, Field(gt=0)] | None = Field(
         None, description="end the run at this simulated time, if that is earlier (seconds)"
     )
@@ -123,10 +126,10 @@ class RunConfig(BaseModel):
     workers: Annotated[int, Field(ge=1)] | None = Field(
         None, description="worker processes that train (as many as processors); no result changes"
     )
-    bank: Literal["memory", "half", "disk"] = Field(
+    bank: Literal["memory", "half", "int8", "disk"] = Field(
         "memory",
-        description="where a server keeps a model per client: in memory, there in half precision, "
-        "or on disk (in the folder named by TMPDIR)",
+        description="where a server keeps a vector per client: in memory, there in half precision "
+        "or in 8 bits (int8), or on disk (in the folder named by TMPDIR)",
     )
     diagnose: Annotated[int, Field(ge=1)] | None = Field(
         None,
@@ -160,9 +163,10 @@ class RunConfig(BaseModel):
 
     def storage(self) -> Storage:
         """How the server keeps its models."""
-        return (
-            Storage(allocate=mapped()) if self.bank == "disk" else Storage(half=self.bank == "half")
-        )
+        if self.bank == "disk":
+            return Storage(allocate=mapped())
+        bits: dict[str, Literal[8, 16, 32]] = {"memory": 32, "half": 16, "int8": 8}
+        return Storage(bits[self.bank], seed=self.seed)
 
     def task(self) -> Task:
         return Task(**{name: getattr(self, name) for name in SOLVER})

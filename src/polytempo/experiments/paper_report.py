@@ -8,20 +8,29 @@ from pathlib import Path
 import numpy as np
 
 from polytempo.experiments import result
-from polytempo.experiments.published import QUICK, Experiment
+from polytempo.experiments.published import FIGURES, QUICK, Experiment
 from polytempo.experiments.reproduce import (
-    LEGEND,
     Place,
     Results,
     asides,
     collect,
     converged,
-    handed,
+    final,
+    legend,
     ratio,
     table,
 )
 from polytempo.experiments.result import RunResult
-from polytempo.report import Bar, plot_accuracy, plot_bars, plot_tradeoff, write_html
+from polytempo.report import (
+    Bar,
+    plot_accuracy,
+    plot_bars,
+    plot_heatmaps,
+    plot_tradeoff,
+    write_html,
+)
+
+AGAINST = {"time": "simulated time", "rounds": "uploads", "versions": "server steps"}
 
 
 def write_report(place: Place, dataset: str, command: str) -> Path | None:
@@ -37,12 +46,16 @@ def write_report(place: Place, dataset: str, command: str) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     tables = {column: table(place, column, results[column]) for column in columns}
     images: dict[str, list[tuple[str, Path]]] = {column: [] for column in columns}
+    maps: list[tuple[str, Path]] = []
     if result.can_plot():
         images = {column: _draw(place, folder, column, results[column]) for column in columns}
-    title = f"{experiment.title}: {experiment.datasets[dataset].title}"
+        if experiment.plot == "heatmap":
+            maps = [_draw_map(place, folder, {column: results[column] for column in columns})]
+    title = f"{experiment.title}: {experiment.dataset_title(dataset)}"
     notes = experiment.notes(columns)
     warning = [QUICK] if place.quick else []
-    text = [f"# {title}", *(f"**{line}**" for line in warning), experiment.about, LEGEND]
+    text = [f"# {title}", *(f"**{line}**" for line in warning), experiment.about]
+    text += [legend(experiment), *(f"![{caption}]({image.name})" for caption, image in maps)]
     for column in columns:
         text += [f"## {experiment.heading(column)}", markdown(tables[column])]
         text += asides(place, column, results[column])
@@ -59,15 +72,16 @@ def write_report(place: Place, dataset: str, command: str) -> Path | None:
     write_html(
         folder / "report.html",
         title=title,
-        intro="\n\n".join([*warning, experiment.about, LEGEND, *said, *notes]),
+        intro="\n\n".join([*warning, experiment.about, legend(experiment), *said, *notes]),
         table=[
             {"split": experiment.column(column)[1].title, **line}
             for column in columns
             for line in tables[column]
         ],
-        images=[image for column in columns for image in images[column]],
+        images=[*maps, *(image for column in columns for image in images[column])],
         settings={
             **(experiment.settings | experiment.datasets[dataset].settings),
+            **({"model": experiment.model} if experiment.model else {}),
             **(experiment.quick if place.quick else {}),
             **{line["method"]: line["strategy"] for line in _spelled(experiment)},
         },
@@ -89,7 +103,7 @@ def _spelled(experiment: Experiment) -> list[dict[str, str]]:
         {
             "method": experiment.label(row),
             "strategy": method.strategy,
-            "settings": ", ".join(f"{k} = {v}" for k, v in method.settings.items()),
+            "settings": ", ".join(f"{k} = {v}" for k, v in (method.settings | method.grid).items()),
         }
         for row, method in methods.items()
     ]
@@ -100,9 +114,13 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
     heading = ("QUICK, " if place.quick else "") + experiment.heading(column)
     label = {row: experiment.label(row) for row in experiment.rows}
     run = {row: found for row, found in results.items() if found}
-    curves = {label[row]: [r.curve() for r in found] for row, found in run.items()}
-    path = plot_accuracy(curves, folder / f"accuracy_{split}.png")
-    images = [(f"{heading}: accuracy against simulated time", path)]
+    curves = {label[row]: [r.curve(experiment.figure) for r in found] for row, found in run.items()}
+    images = []
+    for x in experiment.against:
+        stem = f"accuracy_{split}" if x == "time" else f"accuracy_{split}_{x}"
+        of = FIGURES[experiment.figure][1]
+        path = plot_accuracy(curves, folder / f"{stem}.png", x=x, of=of)
+        images.append((f"{heading}: accuracy against {AGAINST[x]}", path))
     if experiment.plot == "bars":
         bars = {label[row]: _bar(place, row, column, results[row]) for row in experiment.rows}
         path = plot_bars(bars, folder / f"bars_{split}.png", heading)
@@ -110,7 +128,9 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
     if experiment.plot == "tradeoff":
         times = {row: ratio(found, results["fedavg"], converged) for row, found in run.items()}
         points = {
-            label[row]: (time, handed(run[row])) for row, time in times.items() if time is not None
+            label[row]: (time, final(place, run[row]))
+            for row, time in times.items()
+            if time is not None
         }
         if points:
             title = f"{heading}: handed accuracy"
@@ -119,11 +139,28 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
     return images
 
 
+def _draw_map(place: Place, folder: Path, results: Mapping[str, Results]) -> tuple[str, Path]:
+    """A map for each method, if columns have two coordinates; else one of methods and columns."""
+    experiment = place.experiment
+    panels: dict[str, dict[tuple[str, str], float]] = {}
+    for column, of_column in results.items():
+        split = experiment.column(column)[1]
+        title = experiment.labels.get(column, split.title)
+        for row, found in of_column.items():
+            label = experiment.label(row)
+            panel, at = (label, split.at) if split.at else ("", (title, label))
+            if found:
+                panels.setdefault(panel, {})[at] = final(place, found)
+    x, y = experiment.axes
+    path = plot_heatmaps(panels, folder / "map.png", x=x, y=y, title="QUICK" * place.quick)
+    return f"Final accuracy (%), {FIGURES[experiment.figure][1]}", path
+
+
 def _bar(place: Place, row: str, column: str, found: Sequence[RunResult]) -> Bar:
     published = place.experiment.published(row, column)
     adapted = [r.accuracy_adapted for r in found if r.accuracy_adapted is not None]
     return Bar(
-        handed=handed(found) if found else None,
+        handed=final(place, found) if found else None,
         adapted=float(np.mean(adapted)) if adapted else None,
         published=published[0] / 100 if published and place.comparable(column) else None,
     )

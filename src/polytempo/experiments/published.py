@@ -1,13 +1,15 @@
 """Experiments of papers, as TOML files: `papers/<paper>/<table or figure>.toml`.
 
 A file names columns (`data set/split`) and rows (methods), both described in the paper's
-`common.toml`, and holds the published figures.
+`common.toml`, and holds the published figures. A method may have a grid: it is run with every value
+of it, and the best counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any, Literal
@@ -24,6 +26,12 @@ QUICK = (
     "figures say nothing about the methods and cannot be compared with the paper's."
 )
 
+TUNED = (
+    "'Best' is the value of the grid with the best final accuracy, which is the one shown; it is "
+    "chosen on the test data themselves, for all methods alike. 'edge': the grid ends there, and a "
+    "value beyond might be better."
+)
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,6 +42,7 @@ class Column(_Part):
 
     title: str
     settings: dict[str, Any]
+    at: tuple[str, str] | None = None  # where it stands in a heat map: x and y
 
 
 class Dataset(_Part):
@@ -42,6 +51,7 @@ class Dataset(_Part):
     columns: dict[str, Column]
     remarks: tuple[str, ...] = ()
     comparable: bool = True  # False: another data set stands in for the paper's
+    paper_model: str | None = None  # only with this model can figures be compared; None: with any
 
 
 class Method(_Part):
@@ -50,6 +60,7 @@ class Method(_Part):
     label: str
     strategy: str
     settings: dict[str, Any] = {}
+    grid: dict[str, tuple[float, ...]] = {}  # options, each with the values that are tried
     published_as: str | None = None  # the row whose published figures stand beside this one, too
     remark: str | None = None
 
@@ -62,6 +73,17 @@ class Published(_Part):
     sent: dict[str, dict[str, float]] = {}  # models sent to clients, as multiples of FedAsync's
 
 
+FIGURES = {  # how a table calls them, and what they are
+    "accuracy": ("handed", "mean over clients"),
+    "accuracy_weighted": ("pooled", "pooled test set"),
+}
+Choice = Mapping[str, float]
+
+
+def spelled(choice: Choice) -> str:
+    return ",".join(f"{key}={value:g}" for key, value in choice.items())
+
+
 class Experiment(_Part):
     """A table or figure of a paper. Rows and columns are named, and described below."""
 
@@ -70,8 +92,13 @@ class Experiment(_Part):
     about: str
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    labels: dict[str, str] = {}  # of rows that are called otherwise here
-    plot: Literal["curves", "bars", "tradeoff"] = "curves"
+    labels: dict[str, str] = {}  # of rows (in a map: of columns) that are called otherwise here
+    plot: Literal["curves", "bars", "tradeoff", "heatmap"] = "curves"
+    axes: tuple[str, str] = ("", "")  # of a heat map
+    figure: Literal["accuracy", "accuracy_weighted"] = "accuracy"  # what counts: see FIGURES
+    against: tuple[Literal["time", "rounds", "versions"], ...] = ("time",)  # what curves run over
+    grid: dict[str, tuple[float, ...]] = {}  # in place of the methods' own grids
+    model: str | None = None  # in place of the data sets' own
     remarks: tuple[str, ...] = ()
     paper: Published = Published()
     settings: dict[str, Any]
@@ -91,25 +118,56 @@ class Experiment(_Part):
         return self.datasets[dataset], self.datasets[dataset].columns[split]
 
     def heading(self, column: str) -> str:
-        dataset, split = self.column(column)
-        return f"{dataset.title}, {split.title}"
+        return f"{self.dataset_title(column.partition('/')[0])}, {self.column(column)[1].title}"
 
-    def config(self, row: str, column: str, seed: int, quick: bool, **more: Any) -> RunConfig:
-        """The settings of one run."""
+    def dataset_title(self, name: str) -> str:
+        return self.datasets[name].title + (f", {self.model}" if self.model else "")
+
+    def comparable(self, column: str) -> bool:
+        """Whether the paper's figures are of the same data and the same model."""
+        dataset, _ = self.column(column)
+        model = (self.model or str(dataset.settings.get("model"))).partition(":")[0]
+        return dataset.comparable and dataset.paper_model in (None, model)
+
+    def choices(self, row: str, quick: bool) -> Sequence[Choice]:
+        """What a row is run with: every combination of its grid (quick: two). One that says
+        nothing, if it has no grid."""
+        grid = self.strategies[row].grid and (self.grid or self.strategies[row].grid)
+        found = [
+            dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+        ]
+        return found[:2] if quick else found
+
+    def config(
+        self,
+        row: str,
+        column: str,
+        seed: int,
+        quick: bool,
+        choice: Choice | None = None,
+        **more: Any,
+    ) -> RunConfig:
+        """The settings of one run, with a choice of the row's grid (else its strategy's own)."""
         (dataset, split), method = self.column(column), self.strategies[row]
-        scaled = self.quick if quick else {}
-        settings = {**self.settings, **dataset.settings, **split.settings, **scaled}
-        settings |= {**method.settings, **more, "strategy": method.strategy, "seed": seed}
+        settings = {**self.settings, **dataset.settings, **split.settings, **method.settings}
+        settings |= self.quick if quick else {}
+        settings |= {"model": self.model} if self.model else {}
+        strategy = method.strategy
+        if choice:
+            strategy += ("," if ":" in strategy else ":") + spelled(choice)
+        settings |= {**more, "strategy": strategy, "seed": seed}
         return make_config(settings, f"{self.name}, {row}")
 
     def notes(self, columns: Sequence[str]) -> list[str]:
         """What a reader must know before comparing with the paper."""
         names = dict.fromkeys(column.partition("/")[0] for column in columns)
         methods = [self.strategies[row].remark for row in self.rows]
+        tuned = any(self.strategies[row].grid for row in self.rows)
         return [
             *(remark for name in names for remark in self.datasets[name].remarks),
             *self.remarks,
             *(remark for remark in methods if remark),
+            *([TUNED] if tuned else []),
         ]
 
 
@@ -124,8 +182,9 @@ def experiments() -> list[str]:
     )
 
 
-def load_experiment(name: str) -> Experiment:
-    """The experiment of that name, together with what its paper's `common.toml` says."""
+def load_experiment(name: str, model: str | None = None) -> Experiment:
+    """The experiment of that name, together with what its paper's `common.toml` says; perhaps with
+    another model."""
     if name not in experiments():
         raise PolytempoError(f"no experiment is called {name!r}{nearest(name, experiments())}")
     folder = PAPERS / name.partition("/")[0]
@@ -134,7 +193,7 @@ def load_experiment(name: str) -> Experiment:
     own["remarks"] = [*own.get("remarks", ()), *common.pop("remarks")]
     if "figures_of" in own:  # the paper's figures are those of another file
         own["paper"] = _read(folder / f"{own.pop('figures_of')}.toml")["paper"]
-    return Experiment(name=name, **common, **own)
+    return Experiment(name=name, model=model, **common, **own)
 
 
 def _read(file: Traversable) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A paper's tables and figures, run again and set beside the published numbers.
 
 All experiments of a paper share their runs: what one of them has run, another only reads. A run is
-in `<out>/<paper>/runs/<data set>-<split>/<row>/seed<n>`; nothing is run twice, and what was
-interrupted is gone on with (`compare.settle`). The tables are made from whatever runs are there.
+in `<out>/<paper>/runs/<data set>-<split>/<row>/seed<n>`, and for every value of a grid in a folder
+between row and seed; nothing is run twice, and what was interrupted is gone on with
+(`compare.settle`). The tables are made from whatever runs are there.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError
 from polytempo.data import available
-from polytempo.experiments.compare import messages, settle, spread
+from polytempo.experiments.compare import messages, settle, slug, spread
 from polytempo.experiments.config import EXECUTION, read_config
-from polytempo.experiments.published import Experiment
+from polytempo.experiments.published import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.result import RunResult, read_result
 from polytempo.experiments.run import Attach, LastFederation
 
 Results = Mapping[str, Sequence[RunResult]]  # by row, one for each seed
+DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is not tried again
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an experiment's runs and reports are. Quick ones are apart from all others."""
+    """Where an experiment's runs and reports are. Quick ones are apart from all others, and so are
+    those with another model."""
 
     out: Path
     experiment: Experiment
@@ -36,14 +39,20 @@ class Place:
     @property
     def root(self) -> Path:
         paper = self.experiment.name.partition("/")[0]
+        if self.experiment.model:
+            paper += f"-{slug(self.experiment.model)}"
         return self.out / ("quick" if self.quick else "") / paper
 
     def comparable(self, column: str) -> bool:
         """Whether the paper's figures are of the same data in the same size."""
-        return self.experiment.column(column)[0].comparable and not self.quick
+        return self.experiment.comparable(column) and not self.quick
 
-    def run(self, row: str, column: str, seed: int) -> Path:
-        return self.root / "runs" / column.replace("/", "-") / row / f"seed{seed}"
+    def choices(self, row: str) -> Sequence[Choice]:
+        return self.experiment.choices(row, self.quick)
+
+    def run(self, row: str, column: str, seed: int, choice: Choice) -> Path:
+        folder = self.root / "runs" / column.replace("/", "-") / row / spelled(choice)
+        return folder / f"seed{seed}"
 
     def report(self, dataset: str) -> Path:
         return self.root / self.experiment.name.partition("/")[2] / dataset
@@ -58,24 +67,38 @@ def carry_out(
     **execution: Any,
 ) -> tuple[bool, list[str]]:
     """Run what is not there yet, seed by seed. Returns whether it came to the end, and what was
-    said of runs whose training diverged."""
-    experiment, load, failed = place.experiment, LastFederation(), []
+    said of runs whose training diverged (of a grid, if it did with every value)."""
+    experiment, load = place.experiment, LastFederation()
+    failed: list[str] = []
     _all_here(experiment, columns, execution.get("data_dir"))
     configs = {  # all of them first: a mistake is found before anything is run
-        (row, column, seed): experiment.config(row, column, seed, place.quick, **execution)
+        (row, column, seed): [
+            (choice, experiment.config(row, column, seed, place.quick, choice, **execution))
+            for choice in place.choices(row)
+        ]
         for seed in seeds
         for column in columns
         for row in rows
     }
-    for (row, column, seed), config in configs.items():
-        observer = watch(f"{column} {row}", seed) if watch else None
-        try:
-            result = settle(config, place.run(row, column, seed), load, observer)
-        except Diverged as error:
-            failed.append(f"{row} on {column}, seed {seed}: {error}")
-            continue
-        if not result.summary["complete"] or result.interrupted:
-            return False, failed
+    for (row, column, seed), tried in configs.items():
+        errors = []
+        for choice, config in tried:
+            folder = place.run(row, column, seed, choice)
+            if choice and (folder / DIVERGED).exists():
+                errors.append((folder / DIVERGED).read_text(encoding="utf8"))
+                continue
+            observer = watch(f"{column} {row} {spelled(choice)}".strip(), seed) if watch else None
+            try:
+                result = settle(config, folder, load, observer)
+            except Diverged as error:
+                errors.append(str(error))
+                if choice:
+                    (folder / DIVERGED).write_text(str(error), encoding="utf8")
+                continue
+            if not result.summary["complete"] or result.interrupted:
+                return False, failed
+        if len(errors) == len(tried):
+            failed.append(f"{row} on {column}, seed {seed}: {errors[-1]}")
     return True, failed
 
 
@@ -92,33 +115,53 @@ def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | No
 
 
 def collect(place: Place, column: str) -> dict[str, list[RunResult]]:
-    """All finished runs of a column, by row: whoever has run them, but only with these settings."""
+    """All finished runs of a column, by row: whoever has run them, but only with these settings. Of
+    a grid, those of the best value (among those that most seeds have been run with)."""
     found: dict[str, list[RunResult]] = {}
     for row in place.experiment.rows:
-        found[row] = []
-        for folder in sorted(place.run(row, column, 0).parent.glob("seed*")):
-            if not (folder / "result.json").exists():
-                continue
-            seed = int(folder.name.removeprefix("seed"))
-            wanted = place.experiment.config(row, column, seed, place.quick).model_dump()
-            kept = read_config(folder / "config.toml")
-            same = all(
-                kept.get(key) == value
-                for key, value in wanted.items()
-                if value is not None and key not in EXECUTION
-            )
-            result = read_result(folder)
-            if same and result.summary["complete"]:
-                found[row].append(result)
+        tried = [_finished(place, row, column, choice) for choice in place.choices(row)]
+        seeds = max(map(len, tried))
+        whole = [runs for runs in tried if runs and len(runs) == seeds]
+        found[row] = max(whole, key=lambda runs: final(place, runs), default=[])
     return found
 
 
-LEGEND = (
-    "Handed: accuracy of the models that clients are handed, mean over clients (last three "
-    "evaluations). Adapted: after local training of that model. Paper: its accuracy. Diff.: handed "
-    "minus paper, in points. Time: simulated seconds to convergence. Messages: models sent either "
-    "way."
-)
+def _finished(place: Place, row: str, column: str, choice: Choice) -> list[RunResult]:
+    found = []
+    for folder in sorted(place.run(row, column, 0, choice).parent.glob("seed*")):
+        if not (folder / "result.json").exists():
+            continue
+        seed = int(folder.name.removeprefix("seed"))
+        config = place.experiment.config(row, column, seed, place.quick, choice)
+        wanted = config.model_dump()
+        if config.refill is None and config.make("strategy").all_slots:
+            del wanted["slots"]  # the strategy has taken all
+        kept = read_config(folder / "config.toml")
+        same = all(
+            kept.get(key) == value
+            for key, value in wanted.items()
+            if value is not None and key not in EXECUTION
+        )
+        result = read_result(folder)
+        if same and result.summary["complete"]:
+            found.append(result)
+    return found
+
+
+def legend(experiment: Experiment) -> str:
+    """What the columns of the tables mean."""
+    if experiment.figure == "accuracy_weighted":
+        return (
+            "Pooled: accuracy of the server's model on the test samples of all clients together "
+            "(last three evaluations). Paper: its accuracy. Diff.: pooled minus paper, in points. "
+            "Steps: how often the server has changed its model. Uploads: that it got for it."
+        )
+    return (
+        "Handed: accuracy of the models that clients are handed, mean over clients (last three "
+        "evaluations). Adapted: after local training of that model. Paper: its accuracy. Diff.: "
+        "handed minus paper, in points. Time: simulated seconds to convergence. Messages: models "
+        "sent either way."
+    )
 
 
 def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
@@ -128,17 +171,23 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
     for row in experiment.rows:
         found = results.get(row, ())
         published = experiment.published(row, column)
-        line = {
-            "method": experiment.label(row),
-            "handed": _share(found, "accuracy"),
-            "adapted": _share(found, "accuracy_adapted"),
-            "paper": " ± ".join(f"{figure:.2f}" for figure in published) if published else "-",
-            "diff.": "-",
-            "time": _times(found),
-            "messages": spread([messages(r) for r in found], digits=0) if found else "-",
-        }
+        pooled = experiment.figure == "accuracy_weighted"
+        ours = spread([r.final(experiment.figure) for r in found], percent=True) if found else "-"
+        line = {"method": experiment.label(row), FIGURES[experiment.figure][0]: ours}
+        if not pooled:
+            line["adapted"] = _share(found, "accuracy_adapted")
+        line["paper"] = " ± ".join(f"{each:.2f}" for each in published) if published else "-"
+        line["diff."] = "-"
         if found and published and place.comparable(column):
-            line["diff."] = f"{100 * handed(found) - published[0]:+.1f}"
+            line["diff."] = f"{100 * final(place, found) - published[0]:+.1f}"
+        if any(experiment.strategies[each].grid for each in experiment.rows):
+            line["best"] = _chosen(place, row, found)
+        if pooled:
+            line["steps"] = _last(found, "version")
+            line["uploads"] = _last(found, "round")
+        else:
+            line["time"] = _times(found)
+            line["messages"] = spread([messages(r) for r in found], digits=0) if found else "-"
         if experiment.plot == "tradeoff":
             share = ratio(found, results["fedavg"], converged)
             line["of FedAvg's"] = "-" if share is None else f"{share:.0%}"
@@ -163,8 +212,26 @@ def asides(place: Place, column: str, results: Results) -> list[str]:
     return lines
 
 
-def handed(found: Sequence[RunResult]) -> float:
-    return float(np.mean([result.accuracy for result in found]))
+def final(place: Place, found: Sequence[RunResult]) -> float:
+    """The figure that counts, mean over seeds."""
+    return float(np.mean([result.final(place.experiment.figure) for result in found]))
+
+
+def _chosen(place: Place, row: str, found: Sequence[RunResult]) -> str:
+    """The value of the grid that was the best."""
+    choices = place.choices(row)
+    if not found or not choices[0]:
+        return "-"
+    value = {key: float(found[0].summary["options"][key]) for key in choices[0]}
+    tried = {key: [choice[key] for choice in choices] for key in value}
+    edge = any(
+        value[key] in (min(each), max(each)) for key, each in tried.items() if len(set(each)) > 1
+    )
+    return spelled(value).replace(",", ", ") + " (edge)" * edge
+
+
+def _last(found: Sequence[RunResult], key: str) -> str:
+    return spread([r.history[-1][key] for r in found], digits=0) if found else "-"
 
 
 def _share(found: Sequence[RunResult], key: str) -> str:

@@ -61,14 +61,22 @@ class RunResult:
         """Simulated seconds until the handed accuracy first reaches `target`; None if never."""
         return time_to(self.history, target)
 
-    def curve(self) -> Curve:
+    def final(self, figure: str = "accuracy") -> float:
+        """Mean of that figure over the last evaluations ("accuracy_weighted": over all test
+        samples, which for one model is the accuracy on the pooled test set); NaN if there is
+        none."""
+        found = final_accuracy(self.history, figure)
+        return float("nan") if found is None else found
+
+    def curve(self, figure: str = "accuracy") -> Curve:
         return Curve(
             time=[row["time"] for row in self.history],
             rounds=[row["round"] for row in self.history],
             messages=[row["dispatch"] + row["upload"] + row["multicast"] for row in self.history],
-            accuracy=[row["accuracy"] for row in self.history],
-            adapted=self.accuracy_adapted,
-            final=self.summary["accuracy"],
+            accuracy=[row[figure] for row in self.history],
+            adapted=self.accuracy_adapted if figure == "accuracy" else None,
+            final=final_accuracy(self.history, figure),
+            versions=[row["version"] for row in self.history],
         )
 
     def plot(self, path: str | Path) -> Path:

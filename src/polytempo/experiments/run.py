@@ -72,7 +72,9 @@ def simulate(
     simulator = make_simulator(config, federation, model, chosen)
     if out is None:
         peak_memory(reset=True)
-        simulator.run(config.rounds, until=config.until or float("inf"))
+        simulator.run(
+            config.rounds, versions=config.versions or math.inf, until=config.until or math.inf
+        )
         return summarise(simulator, truth["strategy"], complete=True)
     folder = new_folder(Path(out).expanduser())
     return drive(simulator, config, folder)
@@ -274,7 +276,12 @@ def drive(
                 last = time.monotonic()
             return interrupted.is_set()
 
-        complete = simulator.run(config.rounds, until=config.until or math.inf, stop=pause)
+        complete = simulator.run(
+            config.rounds,
+            versions=config.versions or math.inf,
+            until=config.until or math.inf,
+            stop=pause,
+        )
         checkpoint()
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
     write_result(folder, result, config.model_dump(exclude_none=True))

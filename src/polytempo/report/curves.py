@@ -14,7 +14,12 @@ from polytempo.core.errors import PolytempoError, nearest
 from polytempo.report.canvas import DASHES, PALETTE, bare, canvas
 
 Floats = NDArray[np.float64]
-AXES = {"time": "simulated time (s)", "rounds": "arrivals", "messages": "messages"}
+AXES = {
+    "time": "simulated time (s)",
+    "rounds": "arrivals",
+    "versions": "server steps",
+    "messages": "messages",
+}
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,15 @@ class Curve:
     accuracy: Sequence[float]
     adapted: float | None = None
     final: float | None = None
+    versions: Sequence[int] = ()  # of the server's model
 
     def __post_init__(self) -> None:
         sizes = [len(self.time), len(self.rounds), len(self.messages), len(self.accuracy)]
+        sizes += [len(self.versions)] if self.versions else []
         if len(set(sizes)) != 1 or not sizes[0]:
             raise PolytempoError(
-                "a curve needs equally many times, rounds, messages and accuracies, at least one, "
-                f"but has {', '.join(map(str, sizes))}; evaluate the run at least once"
+                "a curve needs equally many times, rounds, messages, accuracies (and versions), at "
+                f"least one, but has {', '.join(map(str, sizes))}; evaluate the run at least once"
             )
 
 
@@ -55,9 +62,13 @@ def on_common_grid(curves: Sequence[Curve], x: str) -> tuple[Floats, Floats]:
 
 
 def plot_accuracy(
-    curves: Mapping[str, Sequence[Curve]], path: str | Path, *, x: str = "time"
+    curves: Mapping[str, Sequence[Curve]],
+    path: str | Path,
+    *,
+    x: str = "time",
+    of: str = "mean over clients",
 ) -> Path:
-    """Accuracy against "time", "rounds" or "messages", one line for each label.
+    """Accuracy against "time", "rounds", "versions" or "messages", one line for each label.
 
     Several curves under one label are several seeds: the line is their mean, and the band reaches
     from the lowest to the highest. A hollow diamond is the final accuracy after local adaptation.
@@ -67,6 +78,8 @@ def plot_accuracy(
     if not curves or not all(curves.values()):
         empty = [label for label, runs in curves.items() if not runs]
         raise PolytempoError(f"no curves to draw for {empty or 'any label'}; run something first")
+    if not all(len(getattr(curve, x)) for runs in curves.values() for curve in runs):
+        raise PolytempoError(f"accuracy cannot be drawn against {x!r}: a curve does not have it")
     rows = (len(curves) + 1) // 2
     with canvas(path, 8.0, 4.6 + 0.2 * rows) as figure:
         from matplotlib.lines import Line2D
@@ -96,16 +109,16 @@ def plot_accuracy(
         axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
         axes.xaxis.set_major_formatter("{x:,.0f}" if axes.get_xlim()[1] > 10 else "{x:g}")
-        axes.set(xlabel=AXES[x], title=_title(curves))
+        axes.set(xlabel=AXES[x], title=_title(curves, of))
         figure.legend(
             handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9
         )
     return Path(path)
 
 
-def _title(curves: Mapping[str, Sequence[Curve]]) -> str:
+def _title(curves: Mapping[str, Sequence[Curve]], of: str) -> str:
     """What the marks mean."""
-    title = "accuracy, mean over clients"
+    title = f"accuracy, {of}"
     seeds = max(len(runs) for runs in curves.values())
     if seeds > 1:
         title += f"; mean, lowest and highest of {seeds} seeds"

@@ -30,6 +30,7 @@ class Change:
     available: bool
     latency: float | None = None
     for_good: bool = False  # it leaves in the middle of its training and never comes back
+    version: int | None = None  # not at `time`, but when the server has changed its model so often
 
 
 class Dropout(Options):
@@ -75,14 +76,27 @@ class Drop(Dropout):
 
 @DROPOUTS.register("leave")
 class Leave(Dropout):
-    """A `share` of the clients, chosen at random, vanishes for good at simulated time `at`."""
+    """A `share` of the clients, chosen at random, vanishes for good: at simulated time `at`, or
+    when the server has changed its model `version` times, however long that takes."""
 
-    at: Annotated[float, Field(ge=0)]
+    at: Annotated[float, Field(ge=0)] | None = None
+    version: Annotated[int, Field(ge=1)] | None = None
     share: Fraction = 0.3
+
+    def __post_init__(self) -> None:
+        if (self.at is None) == (self.version is None):
+            raise PolytempoError(
+                f"leave needs one of at (a time) and version, got at={self.at}, "
+                f"version={self.version}"
+            )
 
     def changes(self, clients: int, seed: int) -> list[Change]:
         gone = rng(seed, "dropout").permutation(clients)[: round(self.share * clients)]
-        return [Change(self.at, int(client), False, for_good=True) for client in sorted(gone)]
+        at = math.inf if self.at is None else self.at
+        return [
+            Change(at, int(client), False, for_good=True, version=self.version)
+            for client in sorted(gone)
+        ]
 
 
 @DROPOUTS.register("trace")

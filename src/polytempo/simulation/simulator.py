@@ -127,7 +127,7 @@ class Simulator:
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
         self.changes = self.dropout.changes(clients, seed)
-        self.timeline = Timeline(self.changes)
+        self.timeline = Timeline([c for c in self.changes if c.version is None])
 
         self.history: list[dict[str, Any]] = []
         self.messages = Counter(dispatch=0, upload=0, multicast=0)
@@ -151,26 +151,33 @@ class Simulator:
         self,
         rounds: int,
         *,
+        versions: float = math.inf,
         until: float = math.inf,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Go on until `rounds` updates are folded (in total), the clock passes `until`, nobody is
-        left, or `stop()` says so between two events. Returns False in that last case."""
+        """Go on until `rounds` updates are folded (in total), what is served has changed `versions`
+        times, the clock passes `until`, nobody is left, or `stop()` says so between two events.
+        Returns False in that last case."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums in one order: same seed, same bits
         try:
             with self.backend:
-                return self._run(rounds, until, stop)
+                return self._run(rounds, versions, until, stop)
         finally:
             torch.set_num_threads(threads)
 
-    def _run(self, rounds: int, until: float, stop: Callable[[], bool]) -> bool:
+    def _run(self, rounds: int, versions: float, until: float, stop: Callable[[], bool]) -> bool:
         with self._timed("total"):
             if not self.started:
                 self._start()
             for flight in self.flights.values():  # those of a checkpoint
                 self._announce(flight)
-        while self.server.round < rounds and self.queue and self.queue[0][0] <= until:
+        while (
+            self.server.round < rounds
+            and self.server.version < versions
+            and self.queue
+            and self.queue[0][0] <= until
+        ):
             if stop():
                 return False
             with self._timed("total"):
@@ -191,6 +198,8 @@ class Simulator:
             self.diagnosis.start()
         absent = set()
         for index, change in enumerate(self.changes):
+            if change.version is not None:
+                continue  # see `_version_changed`
             if change.time <= 0 and not change.available:
                 absent.add(change.client)
             elif change.time <= 0:
@@ -245,6 +254,7 @@ class Simulator:
         details = {"staleness": stale.rounds, "versions": stale.versions}
         self._emit("upload", client, flight.number, **details)
         self._act(actions)
+        self._version_changed(version)
         self._record_if_due(version)
 
     def _drop(self, client: int, tell: Callable[[int], list[Action]]) -> None:
@@ -254,7 +264,15 @@ class Simulator:
         actions = tell(client)
         self._emit("drop", client, flight.number)
         self._act(actions)
+        self._version_changed(version)
         self._record_if_due(version)
+
+    def _version_changed(self, before: int) -> None:
+        """Who comes or goes with a version of the model does so now."""
+        now = self.server.version
+        for index, change in enumerate(self.changes):
+            if change.version is not None and before < change.version <= now:
+                self._change(index)
 
     def _record_if_due(self, version: int) -> None:
         due = self.server.round // self.eval_every > self.history[-1]["round"] // self.eval_every

@@ -1,7 +1,10 @@
 """The algorithms, one file each, readable beside their papers."""
 
 from polytempo.core.strategy import STRATEGIES, Strategy
+from polytempo.strategies.ace import ACE, ACED, ACE8bit, ACED8bit, ACEIncremental
 from polytempo.strategies.asafl import ASAFL
+from polytempo.strategies.asgd import DelayAdaptiveASGD, VanillaASGD
+from polytempo.strategies.ca2fl import CA2FL
 from polytempo.strategies.estimators import GRAPHS, Attention, Complement, Likeness
 from polytempo.strategies.fedac import FedAC
 from polytempo.strategies.fedamp import FedAMP, FedAMPAsync, FedAMPPACE
@@ -15,13 +18,20 @@ from polytempo.strategies.port import PORT
 from polytempo.strategies.standalone import Standalone
 
 __all__ = [
+    "ACE",
+    "ACED",
     "ASAFL",
+    "CA2FL",
     "GRAPHS",
     "PACE",
     "PORT",
     "STRATEGIES",
+    "ACE8bit",
+    "ACED8bit",
+    "ACEIncremental",
     "Attention",
     "Complement",
+    "DelayAdaptiveASGD",
     "FedAC",
     "FedAMP",
     "FedAMPAsync",
@@ -38,4 +48,5 @@ __all__ = [
     "PFedGraphAsync",
     "Standalone",
     "Strategy",
+    "VanillaASGD",
 ]

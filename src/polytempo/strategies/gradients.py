@@ -1,0 +1,58 @@
+"""What methods share whose server takes the steps: clients upload gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from polytempo.core.messages import Update
+from polytempo.core.strategy import Context, Strategy
+from polytempo.core.task import Task
+
+
+class GradientStrategy(Strategy):
+    """One model, which the server moves against the gradients of its clients.
+
+    `server_lr`: eta, the length of a step. The ACE paper takes `0.2 sqrt(n / T)` for all methods,
+    n the clients and T the steps of the whole run (c sqrt(n / T), c tuned among 10, 5, 2, 1, 0.5,
+    0.2, 0.1): 0.09 for 100 clients and 500 steps. A strategy does not know T: set it accordingly.
+    `local_steps`: K. With one, the default, a client returns the gradient of one mini-batch at the
+    model that it received, and the task's learning rate, momentum, epochs and steps have no
+    meaning. With more, it takes K plain SGD steps with the task's learning rate and returns the way
+    that it went; divided by the learning rate, that is the sum of K gradients, so a server_lr that
+    suits K = 1 is to be divided by K. The task's momentum is not used: the sum would not be one.
+    Weight decay is part of the gradients, as the task says.
+
+    Statistics of batch normalisation have no gradient: they would stay as they were initialised.
+    Use models without.
+    """
+
+    family: ClassVar[str] = "asynchronous, one model"
+    single_model: ClassVar[bool] = True
+
+    server_lr: Annotated[float, Field(gt=0)] = 0.1
+    local_steps: Annotated[int, Field(ge=1)] = 1
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self.model = context.initial
+
+    def task(self, client: int) -> Task:
+        if self.local_steps == 1:
+            return replace(self.context.task, upload="gradient")
+        return replace(self.context.task, steps=self.local_steps, momentum=0.0, upload="delta")
+
+    def model_for(self, client: int) -> Tensor:
+        return self.model
+
+    def gradient(self, update: Update) -> Tensor:
+        """The gradient that was uploaded, or the sum of those that the client has followed."""
+        return update.vector if self.local_steps == 1 else update.vector / -self.context.task.lr
+
+    def descend(self, gradient: Tensor, rate: float | None = None) -> None:
+        """w <- w - eta gradient"""
+        rate = self.server_lr if rate is None else rate
+        self.model = self.model - (rate * gradient).to(self.model.dtype)
