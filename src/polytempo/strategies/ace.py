@@ -66,7 +66,7 @@ class ACE(GradientStrategy):
         if self.bits is not None:
             storage = replace(storage, bits=self.bits, seed=context.seed)
         self.cache = ModelBank(context.clients, zeros, storage=storage)  # U
-        self.total = zeros.double()  # sum_i U_i
+        self.total = torch.zeros_like(zeros, dtype=torch.float64)  # sum_i U_i
         self.reported = np.zeros(context.clients, dtype=np.bool_)
         self.started = self.start == "first"
         self.awaited = list(range(context.clients))  # who has to report before the first step
