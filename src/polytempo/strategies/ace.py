@@ -66,14 +66,14 @@ class ACE(GradientStrategy):
         if self.bits is not None:
             storage = replace(storage, bits=self.bits, seed=context.seed)
         self.cache = ModelBank(context.clients, zeros, storage=storage)  # U
-        self.total = zeros.double()  # sum_i U_i
+        self.total = torch.zeros_like(zeros, dtype=torch.float64)  # sum_i U_i
         self.reported = np.zeros(context.clients, dtype=np.bool_)
         self.started = self.start == "first"
-        self.awaited = list(range(context.clients))  # whose first gradient is still to come
+        self.awaited = list(range(context.clients))  # who has to report before the first step
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         self.total += self.store(update)
-        if not self.ready(update.client):
+        if not self.ready():
             return False
         self.descend(self.total / int(np.count_nonzero(self.reported)))  # u
         return True
@@ -87,14 +87,14 @@ class ACE(GradientStrategy):
         self.reported[j] = True
         return self.cache.row(j) - before
 
-    def ready(self, client: int) -> bool:
-        """Whether the initial gradients are in, now that this client has reported."""
-        self.started = self.started or not any(other != client for other in self.awaited)
+    def ready(self) -> bool:
+        """Whether the initial gradients are in."""
+        self.started = self.started or bool(self.reported[self.awaited].all())
         return self.started
 
     def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
         if not self.started:
-            self.awaited = [f.client for f in in_flight if not self.reported[f.client]]
+            self.awaited = [flight.client for flight in in_flight]
         return ()  # nobody is sent anything
 
 
@@ -156,10 +156,10 @@ class ACED(ACE):
     client i has the model that it was last sent (1 for all at first). When g arrives from j,
         U_j <- g
         A    = {i : t - t_start[i] <= tau_algo}
-        w   <- w - eta (1 / |A|) sum_{i in A} U_i       no step if A is empty
+        w   <- w - eta (1 / |A|) sum_{i in A} U_i
         t_start[j] <- t + 1
-    Use it where clients vanish or are very late; one that comes back takes part again from the step
-    after its update on.
+    A is never empty: the client that reported before is in it. Use it where clients vanish or are
+    very late; one that comes back takes part again from the step after its update on.
 
     `tau_algo`: the paper has 10 where clients drop out, 50 elsewhere, and finds 10 to 50 good for
     100 clients and 500 steps. One client is renewed with each arrival, so at most tau_algo + 1 are
@@ -189,25 +189,19 @@ class ACED(ACE):
         change = self.store(update)
         if self.active[j]:
             self.total += change
-        if not self.ready(j):
+        if not self.ready():
             return False
-        self._leave_out(self.active & (self.t - self.t_start > self.tau_algo))
-        size = int(np.count_nonzero(self.active & self.reported))  # |A|
-        if size:
-            self.descend(self.total / size)
+        late = self.active & (self.t - self.t_start > self.tau_algo)
+        for i in np.flatnonzero(late & self.reported):
+            self.total -= self.cache.row(int(i))
+        self.active &= ~late
+        self.descend(self.total / int(np.count_nonzero(self.active & self.reported)))
         self.t += 1
         self.t_start[j] = self.t
         if not self.active[j]:
             self.active[j] = True
             self.total += self.cache.row(j)
-        return bool(size)
-
-    def _leave_out(self, late: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
-        for i in np.flatnonzero(late & self.reported):
-            self.total -= self.cache.row(int(i))
-        self.active &= ~late
-        if not self.active.any():
-            self.total.zero_()  # to the last digit
+        return True
 
 
 @STRATEGIES.register("aced-8bit")

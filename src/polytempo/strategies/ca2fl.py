@@ -46,8 +46,8 @@ class CA2FL(GradientStrategy):
         super().setup(context)
         zeros = torch.zeros_like(context.initial)
         self.cache = ModelBank(context.clients, zeros, storage=context.storage)  # h_i
-        self.total = zeros.double()  # n h, of before this buffer
-        self.change = zeros.double()  # sum of g_i - h_i over this buffer
+        self.total = torch.zeros_like(zeros, dtype=torch.float64)  # n h, of before this buffer
+        self.change = torch.zeros_like(self.total)  # sum of g_i - h_i over this buffer
         self.count = 0
         self.senders: list[int] = []  # S
 

@@ -18,7 +18,8 @@ class GradientStrategy(Strategy):
 
     `server_lr`: eta, the length of a step. The ACE paper takes `0.2 sqrt(n / T)` for all methods,
     n the clients and T the steps of the whole run (c sqrt(n / T), c tuned among 10, 5, 2, 1, 0.5,
-    0.2, 0.1): 0.09 for 100 clients and 500 steps. A strategy does not know T: set it accordingly.
+    0.2, 0.1): 0.09 for 100 clients and 500 steps. A strategy does not know T, so the default is
+    that of 20 clients and 400 steps, about; set it accordingly.
     `local_steps`: K. With one, the default, a client returns the gradient of one mini-batch at the
     model that it received, and the task's learning rate, momentum, epochs and steps have no
     meaning. With more, it takes K plain SGD steps with the task's learning rate and returns the way
@@ -33,7 +34,7 @@ class GradientStrategy(Strategy):
     family: ClassVar[str] = "asynchronous, one model"
     single_model: ClassVar[bool] = True
 
-    server_lr: Annotated[float, Field(gt=0)] = 0.1
+    server_lr: Annotated[float, Field(gt=0)] = 0.05
     local_steps: Annotated[int, Field(ge=1)] = 1
 
     def setup(self, context: Context) -> None:

@@ -1,0 +1,78 @@
+"""Runs of methods whose clients upload gradients, to be done again in double precision."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from polytempo.local import Job
+from polytempo.local.training import batches
+from polytempo.simulation import Simulator
+from polytempo.simulation.devices import TwoSpeed
+
+
+class Arrival(NamedTuple):
+    """An update: from whom, how many had come before its client was sent its model, and what is
+    uploaded if that model was w (the sum of the gradients of the local steps)."""
+
+    client: int
+    sent: int
+    upload: Callable[[np.ndarray], np.ndarray]
+
+
+def gradient(theta, x, y):
+    """Of the mean cross-entropy of a linear model, at (weights, biases) in one vector."""
+    weights, biases = theta[:-4].reshape(4, -1), theta[-4:]
+    scores = x @ weights.T + biases
+    p = np.exp(scores - scores.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(y)), y] -= 1
+    return np.concatenate([(p.T @ x / len(y)).ravel(), p.mean(0)])
+
+
+@pytest.fixture
+def simulated(small):
+    """Run a strategy on a linear model; who came when."""
+
+    def run(strategy, task, rounds=80, dtype=torch.float64, **options):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = nn.Linear(12, 4).to(dtype)
+        given = {"adapt_epochs": 0, "eval_every": 10_000, "check": True} | options
+        given.setdefault("devices", TwoSpeed(factor=5.0))
+        simulator = Simulator(small, module, strategy, task=task, **given)
+        log, arrivals, sent, came = [], [], {}, 0
+        simulator.observers.append(log.append)
+        simulator.run(rounds)
+        for event in log:
+            if event["event"] == "dispatch":
+                sent[event["client"]] = came
+            if event["event"] == "upload":
+                client, number = event["client"], event["dispatch"]
+                arrivals.append(Arrival(client, sent[client], uploads(client, number, strategy)))
+                came += 1
+        return simulator, arrivals
+
+    def uploads(client, number, strategy):
+        task = strategy.context.task
+        x = small.prepare(small.x[small.train[client]]).double().numpy()
+        y = small.y[small.train[client]].numpy()
+        steps = strategy.task(client)
+        job = Job(client, torch.empty(0), steps, ("client", client, "dispatch", number))
+        parts = [(x[rows], y[rows]) for _, rows in batches(job, len(y), seed=0)]
+        assert len(parts) == strategy.local_steps
+
+        def upload(w):
+            theta, total = w.copy(), np.zeros_like(w)
+            for part in parts:
+                g = gradient(theta, *part) + task.weight_decay * theta
+                total += g
+                theta = theta - task.lr * g  # no momentum, whatever the task says
+            return total
+
+        return upload
+
+    return run
