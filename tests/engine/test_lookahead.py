@@ -451,7 +451,7 @@ def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, n
             seen.append(event["loss"])
 
     simulation.observers.append(compare)
-    simulation.run(20)
+    simulation.run(60)
     assert len(set(seen)) > 2
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from polytempo.report.beside import Bar, plot_bars, plot_tradeoff
+from polytempo.report.curves import Curve, plot_accuracy
+from polytempo.report.diagnosis import plot_diagnosis
+from polytempo.report.heatmap import plot_heatmaps
 from polytempo.report.html import write_html
-from polytempo.report.plots import (
-    Bar,
-    Curve,
-    plot_accuracy,
-    plot_bars,
-    plot_diagnosis,
-    plot_graph,
-    plot_heatmaps,
-    plot_labels,
-    plot_staleness,
-    plot_tradeoff,
-)
+from polytempo.report.maps import plot_graph, plot_labels
+from polytempo.report.staleness import plot_staleness
 
 __all__ = [
     "Bar",
