@@ -68,6 +68,7 @@ class Diagnosis:
             self._shadow(dataclasses.replace(context, initial=unit)) for _ in range(2)
         )
         self.gradients = ModelBank(self.clients, torch.zeros_like(context.initial))
+        self.anchors: dict[int, list[Tensor]] = {}  # what the shadows would have sent along
         self.rows: list[dict[str, Any]] = []
         self.arrivals = 0
 
@@ -84,6 +85,11 @@ class Diagnosis:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.strategy, name)
+
+    def anchor_for(self, client: int) -> Tensor | None:
+        anchors = [shadow.anchor_for(client) for shadow in self.shadows]
+        self.anchors[client] = [anchor for anchor in anchors if anchor is not None]
+        return self.strategy.anchor_for(client)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         with self._aside():
@@ -126,22 +132,34 @@ class Diagnosis:
         whole = dataclasses.replace(  # as many steps, each on all data
             task, batch_size=max(2, samples), steps=task.total_steps(samples)
         )
-        noiseless = dataclasses.replace(job, task=whole, stream=("exact", client, self.arrivals))
+        anchors = self.anchors.pop(client)
+        noiseless = dataclasses.replace(
+            job,
+            task=whole,
+            stream=("exact", client, self.arrivals),
+            anchor=anchors[0] if anchors else None,
+        )
         self.simulator.backend.expect(noiseless, -1.0)
         [gradient] = self._exact_gradients([client], job.params)
         self.gradients.set(client, gradient)
         exact = self.simulator.backend.train(noiseless)
-        unit = torch.zeros(self.clients, dtype=torch.float64)
-        unit[client] = 1.0
+        units = []
+        for k, size in ((1, 1.0), (2, 2.0)):
+            unit = torch.zeros(self.clients, dtype=torch.float64)
+            unit[client] = size
+            if anchors:
+                task.objective.add_gradient(torch.zeros_like(unit), anchors[k], unit)
+            units.append(unit)
         if task.upload == "gradient":
-            return [exact, unit, 2 * unit]
-        unit *= -task.lr * effective_steps(task, samples)  # where a gradient of 1 leads
+            return [exact, *units]
+        reach = task.lr * effective_steps(task, samples)  # where a gradient of 1 leads
+        units = [-reach * unit for unit in units]
         if task.upload == "delta":
-            return [exact, unit, 2 * unit]
+            return [exact, *units]
         away = exact - self.strategy.model_for(0)
         return [
             shadow.model_for(0) + move
-            for shadow, move in zip(self.shadows, (away, unit, 2 * unit), strict=True)
+            for shadow, move in zip(self.shadows, (away, *units), strict=True)
         ]
 
     def _step(self, call: Callable[[Strategy, int], bool]) -> bool:
@@ -214,6 +232,7 @@ class Diagnosis:
         return {
             "shadows": {str(k): shadow.state_dict() for k, shadow in enumerate(self.shadows)},
             "gradients": self.gradients.state_dict(),
+            "anchors": {str(client): anchors for client, anchors in self.anchors.items()},
             "rows": self.rows,
             "arrivals": self.arrivals,
         }
@@ -222,6 +241,7 @@ class Diagnosis:
         for k, shadow in enumerate(self.shadows):
             shadow.load_state_dict(state["shadows"][str(k)])
         self.gradients.load_state_dict(state["gradients"])
+        self.anchors = {int(client): anchors for client, anchors in state["anchors"].items()}
         self.rows, self.arrivals = list(state["rows"]), state["arrivals"]
 
 
