@@ -158,9 +158,9 @@ def legend(experiment: Experiment) -> str:
         )
     return (
         "Handed: accuracy of the models that clients are handed, mean over clients (last three "
-        "evaluations). Adapted: after local training of that model. Paper: its accuracy. Diff.: "
-        "handed minus paper, in points. Time: simulated seconds to convergence. Messages: models "
-        "sent either way."
+        "evaluations). By sample: the same with every test sample counting once. Adapted: handed, "
+        "after local training of that model. Paper: its accuracy. Diff.: handed minus paper, in "
+        "points. Time: simulated seconds to convergence. Messages: models sent either way."
     )
 
 
@@ -175,6 +175,8 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
         ours = spread([r.final(experiment.figure) for r in found], percent=True) if found else "-"
         line = {"method": experiment.label(row), FIGURES[experiment.figure][0]: ours}
         if not pooled:
+            weighted = [r.final("accuracy_weighted") for r in found]
+            line["by sample"] = spread(weighted, percent=True) if found else "-"
             line["adapted"] = _share(found, "accuracy_adapted")
         line["paper"] = " ± ".join(f"{each:.2f}" for each in published) if published else "-"
         line["diff."] = "-"
