@@ -244,11 +244,11 @@ def test_an_error_in_the_module_reaches_the_caller_as_itself(small, workers, wha
     start = solver.space.read()
     backend = on_workers(solver, workers)
     with pytest.raises(Broken, match="sample 17 is odd") as caught, backend:
+        pids = [process.pid for process in children()]
         jobs = [Job(client, start, TASK, ("client", client)) for client in range(8)]
         for job in jobs:
             backend.expect(job)
         backend.train(jobs[0])
-        pids = [process.pid for process in children()]
         if what == "train":
             for job in jobs[1:]:
                 backend.train(job)
