@@ -429,6 +429,8 @@ def data_command(
         "smallest_client": min(federation.samples),
         "largest_client": max(federation.samples),
         "labels_per_client": float((counts > 0).sum(1).mean()),
+        "commonest_label": float((counts.max(1) / counts.sum(1)).mean()),
+        "commonest_label_by_sample": float(counts.max(1).sum() / counts.sum()),
         "groups": None if federation.groups is None else len(set(federation.groups.tolist())),
     }
     if out is not None:

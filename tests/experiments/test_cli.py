@@ -200,6 +200,8 @@ def test_data_tells_how_a_set_is_spread(polytempo):
     assert found["classes"] == 10
     assert found["smallest_client"] <= found["training_samples"] / 8 <= found["largest_client"]
     assert 9 < found["labels_per_client"] <= 10
+    assert 0.1 <= found["commonest_label"] < 0.4
+    assert 0.1 <= found["commonest_label_by_sample"] < 0.4
     few = polytempo(*digits, "--partition", "pathological").json
     assert few["labels_per_client"] <= 4
 
