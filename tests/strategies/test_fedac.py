@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
@@ -42,16 +43,6 @@ def moved(strategy, *updates) -> list[float]:
 
 
 # -- the whole algorithm, clients included --------------------------------------------------------
-
-
-def gradient(theta, x, y):
-    """Of the mean cross-entropy of a linear model, at (weights, biases) in one vector."""
-    weights, biases = theta[:-4].reshape(4, -1), theta[-4:]
-    scores = x @ weights.T + biases
-    p = np.exp(scores - scores.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    p[np.arange(len(y)), y] -= 1
-    return np.concatenate([(p.T @ x / len(y)).ravel(), p.mean(0)])
 
 
 def local(task, w0, correction, parts):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
@@ -208,16 +209,6 @@ def test_the_penalty_has_a_gradient(form, lam, small):
 
 
 # -- whole runs ---------------------------------------------------------------------------------
-
-
-def gradient(theta, x, y):
-    """Of the mean cross-entropy of a linear model, at (weights, biases) in one vector."""
-    weights, biases = theta[:-4].reshape(4, -1), theta[-4:]
-    scores = x @ weights.T + biases
-    p = np.exp(scores - scores.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    p[np.arange(len(y)), y] -= 1
-    return np.concatenate([(p.T @ x / len(y)).ravel(), p.mean(0)])
 
 
 def local(task, start, anchor, lam, parts):
