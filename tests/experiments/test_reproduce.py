@@ -20,9 +20,10 @@ from polytempo.models import MODELS
 
 PACKAGE = Path(polytempo.__file__).parent
 TABLES = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4"]  # of PACE
-ACE = ["fig2", "fig3", "figa2", "figa3", "table2"]
+ACE = ["fig2", "fig3", "figa2", "figa3", "table2", "uploads"]
 ALL = [*(f"ace/{name}" for name in ACE), *(f"pace/{name}" for name in TABLES)]
 
+SPLITS = ("even", "c2")
 COMMON = """
 title = "A paper"
 remarks = ["Nobody has read this paper."]
@@ -322,6 +323,18 @@ def test_table_2_says_that_local_steps_and_delays_harm():
             assert row["cifar10-steps/dir0.3-beta30"] > row["cifar10-steps/dir0.1-beta30"]
 
 
+def test_at_equal_uploads_only_the_end_of_a_run_and_the_rates_differ():
+    uploads, steps = load_experiment("ace/uploads"), load_experiment("ace/fig2")
+    column = "cifar10-steps/dir0.1-beta30"
+    for row in uploads.rows:
+        config = uploads.config(row, column, 0, False)
+        assert config.rounds == 5000
+        assert config.versions == (5000 if row.endswith("-5000") else 500)
+        other = steps.config(row.removesuffix("-5000"), column, 0, False)
+        ends = {"rounds": 0, "versions": 0, "eval_every": 0}
+        assert config.model_copy(update=ends) == other.model_copy(update=ends)
+
+
 def test_clients_vanish_half_way_in_steps():
     experiment = load_experiment("ace/fig3")
     shares = []
@@ -481,6 +494,18 @@ def test_experiments_of_one_paper_share_their_runs(paper, polytempo, ran):
     arguments = ("reproduce", "tiny/table1", "--dataset", "digits", "--partition", "even", *paper)
     assert polytempo(*arguments).code == 0
     assert ran == [("fedasync", 0), ("other", 0)]
+
+
+def test_columns_that_ask_for_the_same_run_share_it(paper, polytempo, ran, tmp_path):
+    folder = tmp_path / "papers" / "tiny"
+    twice = COMMON.replace('settings = { refill = "idle" }', 'settings = { partition = "iid" }')
+    (folder / "common.toml").write_text(twice)
+    polytempo("reproduce", "tiny/table1", "--dataset", "digits", "--only", "standalone", *paper)
+    assert ran == [("standalone", 0)]
+    even, c2 = (summary(tmp_path / "out", f"digits-{split}", "standalone") for split in SPLITS)
+    assert even == c2
+    polytempo("reproduce", "tiny/table1", "--dataset", "digits", "--only", "fedavg", *paper)
+    assert ran[1:] == [("fedavg", 0), ("fedavg", 0)]  # these differ
 
 
 def test_the_data_are_read_once_for_all_rows(paper, polytempo, monkeypatch):

@@ -3,11 +3,13 @@
 All experiments of a paper share their runs: what one of them has run, another only reads. A run is
 in `<out>/<paper>/runs/<data set>-<split>/<row>/seed<n>`, and for every value of a grid in a folder
 between row and seed; nothing is run twice, and what was interrupted is gone on with
-(`compare.settle`). The tables are made from whatever runs are there.
+(`compare.settle`). Where two columns ask for the very same run, it is copied. The tables are made
+from whatever runs are there.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from polytempo.experiments.compare import messages, settle, slug, spread
 from polytempo.experiments.config import EXECUTION, read_config
 from polytempo.experiments.published import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.result import RunResult, read_result
-from polytempo.experiments.run import Attach, LastFederation
+from polytempo.experiments.run import Attach, LastFederation, holds_run
 
 Results = Mapping[str, Sequence[RunResult]]  # by row, one for each seed
 DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is not tried again
@@ -70,6 +72,7 @@ def carry_out(
     said of runs whose training diverged (of a grid, if it did with every value)."""
     experiment, load = place.experiment, LastFederation()
     failed: list[str] = []
+    done: dict[str, Path] = {}  # finished runs by their settings
     _all_here(experiment, columns, execution.get("data_dir"))
     configs = {  # all of them first: a mistake is found before anything is run
         (row, column, seed): [
@@ -87,6 +90,9 @@ def carry_out(
             if choice and (folder / DIVERGED).exists():
                 errors.append((folder / DIVERGED).read_text(encoding="utf8"))
                 continue
+            settings = config.model_dump_json(exclude=set(EXECUTION))
+            if settings in done and not holds_run(folder):
+                _copy(done[settings], folder)
             observer = watch(f"{column} {row} {spelled(choice)}".strip(), seed) if watch else None
             try:
                 result = settle(config, folder, load, observer)
@@ -97,9 +103,17 @@ def carry_out(
                 continue
             if not result.summary["complete"] or result.interrupted:
                 return False, failed
+            done[settings] = folder
         if len(errors) == len(tried):
             failed.append(f"{row} on {column}, seed {seed}: {errors[-1]}")
     return True, failed
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A folder is there with all its files, or not at all."""
+    part = target.with_name(f"copying-{target.name}")
+    shutil.copytree(source, part, dirs_exist_ok=True)
+    part.rename(target)
 
 
 def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | None) -> None:
