@@ -557,6 +557,11 @@ def _show(result: RunResult, folder: Path) -> None:
         "fingerprint": summary["fingerprint"],
         "folder": str(folder),
     }
+    if found := summary.get("diagnosis"):
+        parts = sorted(("noise", "bias", "delay"), key=found.__getitem__, reverse=True)
+        rows["what hurts"] = ", ".join(f"{part} {found[part]:.2g}" for part in parts) + (
+            f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
+        )
     for key, value in rows.items():
         line = f"{key:>20}  [bold]{escape(value)}[/]"
         output.print(line, highlight=False, soft_wrap=True)
