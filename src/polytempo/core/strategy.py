@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, Storage
@@ -39,6 +40,7 @@ from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.registry import Options, Registry
 from polytempo.core.task import Task
 
+IntArray = NDArray[np.int64]
 Refill = Literal["idle", "same", "cohort"]
 State = dict[str, Any]  # nested, with string keys; tensors, numpy arrays and JSON values
 
@@ -119,6 +121,14 @@ class Strategy(Options):
 
     def collaboration(self) -> FloatArray | None:
         """W[i, j]: how much client i learns from client j, where the method has such a graph."""
+        return None
+
+    def clusters(self) -> IntArray | None:
+        """The number of each client's cluster, where the method has clusters; -1: in none yet."""
+        return None
+
+    def similarity(self) -> FloatArray | None:
+        """S[i, j]: how alike clients i and j are, where the method measures it; NaN: not known."""
         return None
 
     def state_dict(self) -> State:
