@@ -5,6 +5,7 @@ from polytempo.strategies.ace import ACE, ACED, ACE8bit, ACED8bit, ACEIncrementa
 from polytempo.strategies.asafl import ASAFL
 from polytempo.strategies.asgd import DelayAdaptiveASGD, VanillaASGD
 from polytempo.strategies.ca2fl import CA2FL
+from polytempo.strategies.casa import CASA, CASAC, CASAD
 from polytempo.strategies.estimators import GRAPHS, Attention, Complement, Likeness
 from polytempo.strategies.fedac import FedAC
 from polytempo.strategies.fedamp import FedAMP, FedAMPAsync, FedAMPPACE
@@ -22,6 +23,9 @@ __all__ = [
     "ACED",
     "ASAFL",
     "CA2FL",
+    "CASA",
+    "CASAC",
+    "CASAD",
     "GRAPHS",
     "PACE",
     "PORT",
