@@ -37,7 +37,7 @@ from polytempo.experiments.published import (
 )
 from polytempo.experiments.reproduce import Place, asides, carry_out, collect, legend
 from polytempo.experiments.reproduce import table as reproduction
-from polytempo.experiments.result import RunResult, percent
+from polytempo.experiments.result import RunResult, about_clusters, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
 from polytempo.local.processes import cores
 from polytempo.report import plot_labels
@@ -547,6 +547,8 @@ def _show(result: RunResult, folder: Path) -> None:
         "accuracy, as handed": f"{percent(summary['accuracy'])} (best "
         f"{percent(summary['accuracy_best'])}, worst tenth {percent(summary['accuracy_worst10'])})",
         "accuracy, adapted": percent(summary["accuracy_adapted"]),
+        "accuracy, newcomers": percent(summary["accuracy_newcomers"]),
+        "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
         "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} updates",
         "staleness": f"{summary['staleness_mean']:.1f} updates on average",
         "messages": f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
@@ -558,6 +560,8 @@ def _show(result: RunResult, folder: Path) -> None:
         "folder": str(folder),
     }
     for key, value in rows.items():
+        if value == "-" and key in ("accuracy, newcomers", "clusters"):
+            continue  # nothing of the kind in this run
         line = f"{key:>20}  [bold]{escape(value)}[/]"
         output.print(line, highlight=False, soft_wrap=True)
 

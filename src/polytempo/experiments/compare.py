@@ -18,6 +18,12 @@ from polytempo.experiments.result import RunResult, can_plot, percent, read_resu
 from polytempo.experiments.run import Attach, LastFederation, holds_run, prepare, resume, run
 from polytempo.report import plot_accuracy, write_html
 
+PLOTS = {  # of single runs that a comparison shows, too
+    "graph.png": "collaboration graph",
+    "clusters.png": "clusters",
+    "similarity.png": "how alike clients are",
+    "staleness.png": "staleness",
+}
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
 
 
@@ -42,6 +48,12 @@ class Comparison:
             goal = f"s to {percent(self.target)}"
         else:
             goal = f"s to best of {self.target}"
+        everything = [r.summary for found in self.results.values() for r in found]
+        shown = {
+            name: key
+            for name, key in (("clusters", "clusters"), ("rand index", "cluster_ari"))
+            if any(summary.get(key) is not None for summary in everything)
+        }
         return [
             {
                 "strategy": label,
@@ -51,6 +63,7 @@ class Comparison:
                 "worst 10%": spread([r.summary["accuracy_worst10"] for r in found], percent=True),
                 "seconds": spread([r.summary["simulated_time"] for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
+                **{name: _of_clusters(found, key) for name, key in shown.items()},
                 "messages": spread([messages(r) for r in found], digits=0),
             }
             for label, found in self.results.items()
@@ -160,6 +173,12 @@ def _goal(target: str | None, labels: Sequence[str]) -> float | str:
     return share
 
 
+def _of_clusters(found: Sequence[RunResult], key: str) -> str:
+    values = [result.summary.get(key) for result in found]
+    digits = 2 if key == "cluster_ari" else 0 if len(values) == 1 else 1
+    return "-" if None in values else spread(values, digits=digits)
+
+
 def slug(label: str) -> str:
     """A strategy with its options as the name of a folder."""
     return re.sub(r"[^A-Za-z0-9._+=-]+", "_", label)
@@ -198,7 +217,7 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
     ]
     for label in comparison.results:
         place = next((folder / slug(label)).glob("seed*"))
-        for name, caption in (("graph.png", "collaboration graph"), ("staleness.png", "staleness")):
+        for name, caption in PLOTS.items():
             if (place / name).exists():
                 images.append((f"{label}: {caption} ({place.name})", place / name))
     write_html(

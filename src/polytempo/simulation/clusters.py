@@ -54,7 +54,9 @@ class Clusters:
         """Keep the matrix of this evaluation. When there are too many, every second one goes, and
         from then on only every second (fourth, ...) evaluation is kept."""
         matrix = self.strategy.similarity()
-        if matrix is None or len(matrix) > CLIENTS or np.isnan(matrix).all():
+        if matrix is None or len(matrix) > CLIENTS:
+            return
+        if np.isfinite(matrix).sum() <= len(matrix):  # everybody is like itself
             return
         if self.looked % self.stride == 0:
             self.matrices.append((round_, time, np.array(matrix, dtype=np.float32)))
@@ -62,6 +64,13 @@ class Clusters:
             self.matrices = self.matrices[::2]
             self.stride *= 2
         self.looked += 1
+
+    def gallery(self, round_: int, time: float) -> list[tuple[int, float, FloatArray]]:
+        """The matrices that were kept, and that of now."""
+        now = self.strategy.similarity()
+        if not self.matrices or now is None or self.matrices[-1][0] == round_:
+            return self.matrices
+        return [*self.matrices, (round_, time, np.array(now, dtype=np.float32))]
 
     def save(self) -> State:
         return {

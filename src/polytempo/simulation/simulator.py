@@ -111,7 +111,9 @@ class Simulator:
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always
 
-        context = Context(self.space.read(), federation.samples, task or Task(), seed, storage)
+        tensors = [place.stop - place.start for _, place in self.space.trained]
+        initial = self.space.read()
+        context = Context(initial, federation.samples, task or Task(), seed, storage, tensors)
         if strategy.all_slots and refill is None:
             slots = clients
         elif slots is None:
