@@ -41,7 +41,12 @@ def answer(server, training, step):
     dispatch = training.pop(client)
     noise = torch.from_numpy(np.random.default_rng(step).normal(size=10)).float()
     base = torch.zeros(10) if dispatch.task.upload != "model" else dispatch.params
-    extras = {key: torch.eye(rows, 6) for key, rows in dispatch.task.extras.items()}
+    beside = {
+        "basis": torch.eye(dispatch.task.basis, 6),
+        "choice": torch.tensor([[client % max(dispatch.task.choose, 1)]]),
+        "mask": torch.tensor([[0b10110111, 0b01000000]], dtype=torch.uint8),
+    }
+    extras = {key: beside[key] for key in dispatch.task.extras}
     update = Update(client, dispatch.number, base + 0.1 * noise, SAMPLES[client], extras)
     actions = server.receive(update)
     for action in actions:

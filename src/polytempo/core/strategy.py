@@ -32,12 +32,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, Storage
 from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.registry import Options, Registry
+from polytempo.core.rng import rng
 from polytempo.core.task import Task
 
 IntArray = NDArray[np.int64]
@@ -54,6 +56,7 @@ class Context:
     task: Task  # the local solver's settings, with a plain objective
     seed: int
     storage: Storage = PLAIN_STORAGE  # how a model per client is kept
+    tensors: Sequence[int] = ()  # how long the trained tensors are that a model begins with
 
     @property
     def clients(self) -> int:
@@ -63,6 +66,19 @@ class Context:
         """p: relative sample sizes over all clients."""
         sizes = np.asarray(self.samples, dtype=np.float64)
         return np.asarray(sizes / sizes.sum(), dtype=np.float64)
+
+    def another_initial(self, number: int) -> Tensor:
+        """The initial model as it might have been drawn another time: numbers change places within
+        each trained tensor, so that every layer keeps its scale and nothing else is shared. (If it
+        is not known where tensors end, within the whole model.)"""
+        stream = rng(self.seed, "initial", number)
+        model = self.initial.clone()
+        begin = 0
+        for length in self.tensors or [len(model)]:
+            order = torch.from_numpy(stream.permutation(length)) + begin
+            model[begin : begin + length] = self.initial[order]
+            begin += length
+        return model
 
 
 class Strategy(Options):

@@ -5,7 +5,7 @@ from polytempo.strategies.ace import ACE, ACED, ACE8bit, ACED8bit, ACEIncrementa
 from polytempo.strategies.asafl import ASAFL
 from polytempo.strategies.asgd import DelayAdaptiveASGD, VanillaASGD
 from polytempo.strategies.ca2fl import CA2FL
-from polytempo.strategies.casa import CASA, CASAC, CASAD
+from polytempo.strategies.casa import CASA, CASAC, CASAD, CASAPlus
 from polytempo.strategies.estimators import GRAPHS, Attention, Complement, Likeness
 from polytempo.strategies.fedac import FedAC
 from polytempo.strategies.fedamp import FedAMP, FedAMPAsync, FedAMPPACE
@@ -13,6 +13,7 @@ from polytempo.strategies.fedasync import FedAsync
 from polytempo.strategies.fedavg import FedAvg, FedProx
 from polytempo.strategies.fedbuff import FedBuff
 from polytempo.strategies.fedsac import FedSaC, FedSaCAsync, FedSaCPACE
+from polytempo.strategies.ifca import IFCA, IFCAAsync
 from polytempo.strategies.pace import PACE
 from polytempo.strategies.pfedgraph import PFedGraph, PFedGraphAsync
 from polytempo.strategies.port import PORT
@@ -27,6 +28,7 @@ __all__ = [
     "CASAC",
     "CASAD",
     "GRAPHS",
+    "IFCA",
     "PACE",
     "PORT",
     "STRATEGIES",
@@ -34,6 +36,7 @@ __all__ = [
     "ACED8bit",
     "ACEIncremental",
     "Attention",
+    "CASAPlus",
     "Complement",
     "DelayAdaptiveASGD",
     "FedAC",
@@ -47,6 +50,7 @@ __all__ = [
     "FedSaC",
     "FedSaCAsync",
     "FedSaCPACE",
+    "IFCAAsync",
     "Likeness",
     "PFedGraph",
     "PFedGraphAsync",

@@ -15,6 +15,7 @@ with alpha_i of Eq. 6-8. The buffers are in `similarity_buffer`, the spectrum in
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -23,8 +24,11 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.bank import FloatArray, ModelBank
+from polytempo.core.errors import Refused
+from polytempo.core.masks import unpack
 from polytempo.core.messages import Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context
+from polytempo.core.task import Task
 from polytempo.strategies.clustered import Clustered, unknown
 from polytempo.strategies.history import cosine
 from polytempo.strategies.similarity_buffer import SimilarityBuffer
@@ -224,3 +228,53 @@ class CASAD(CASA):
     """CASA without the bi-level decay (the paper's ablation): every update counts with `alpha`."""
 
     bilevel: bool = False
+
+
+@STRATEGIES.register("casa+")
+class CASAPlus(CASA):
+    """CASA whose slow clients train only a part of their model, so that they are less late.
+
+    A client whose last update was staler than usual is to leave the smallest parameters of the
+    model that it receives as they are, a share
+
+        `S_i = s_0 / 2 (alpha_c - alpha_i) (1 + cos((t - 1) pi / R_end))`     (Eq. 17)
+
+    of them, and only what it has trained is mixed into the cluster's model (Eq. 16).
+
+    `s_0`: 0.3 is where the paper begins (its other values are not named). `r_end`: the arrivals
+    after which everybody trains everything again; the paper's runs have 50,000.
+    """
+
+    state: ClassVar[tuple[str, ...]] = (*CASA.state, "late")
+
+    s_0: Annotated[float, Field(ge=0, le=1)] = 0.3
+    r_end: Annotated[int, Field(ge=1)] = 50_000
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self.late = np.zeros(context.clients, dtype=np.int64)  # staleness of the last update
+
+    def sparsity(self, client: int) -> float:
+        """Eq. 17, at the arrival that is the latest now."""
+        size = int(np.count_nonzero(self.cluster == self.cluster[client]))
+        alpha_c, _, alpha_i = self.decays(size, int(self.late[client]))
+        passed = min(max(self.t - 1, 0) / self.r_end, 1.0)
+        return self.s_0 / 2 * float(alpha_c - alpha_i) * (1 + math.cos(math.pi * passed))
+
+    def task(self, client: int) -> Task:
+        return replace(self.context.task, sparsity=self.sparsity(client))
+
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        bits = update.extras["mask"]
+        if bits.dtype != torch.uint8 or bits.shape[1] != -(-len(update.vector) // 8):
+            raise Refused(
+                f"client {update.client} sent a mask of {list(bits.shape)} {bits.dtype}, expected "
+                f"a bit for each of {len(update.vector)} parameters, in bytes"
+            )
+        self.late[update.client] = staleness.rounds
+        return super().fold(update, staleness)
+
+    def mixed(self, model: Tensor, update: Update, alpha: float) -> Tensor:
+        """Eq. 16"""
+        mask = unpack(update.extras["mask"], len(model))
+        return torch.where(mask, super().mixed(model, update, alpha), model)
