@@ -41,7 +41,8 @@ def test_a_comparison_shows_clusters_if_somebody_has_any(polytempo, tmp_path):
     assert outcome.code == 0, outcome.err
     with (tmp_path / "both" / "summary.csv").open(newline="") as file:
         casa, fedasync = csv.DictReader(file)
-    assert casa["clusters"].isdigit() and float(casa["rand index"]) <= 1
+    assert casa["clusters"].isdigit()
+    assert float(casa["rand index"]) <= 1 and 0 < float(casa["purity"]) <= 1
     assert fedasync["clusters"] == fedasync["rand index"] == "-"
     outcome = polytempo("compare", "fedasync", *GIVEN, "--out", tmp_path / "both")
     with (tmp_path / "both" / "summary.csv").open(newline="") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,18 @@ import numpy as np
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.data import Federation
 from polytempo.experiments.config import EXECUTION, RunConfig, make_config, read_config
-from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
+from polytempo.experiments.result import (
+    CLUSTERS,
+    RunResult,
+    can_plot,
+    percent,
+    read_result,
+    write_table,
+)
 from polytempo.experiments.run import Attach, LastFederation, holds_run, prepare, resume, run
 from polytempo.report import plot_accuracy, write_html
 
+COLUMNS = {"clusters": "clusters", "cluster_purity": "purity", "cluster_ari": "rand index"}
 PLOTS = {  # of single runs that a comparison shows, too
     "graph.png": "collaboration graph",
     "clusters.png": "clusters",
@@ -48,12 +56,7 @@ class Comparison:
             goal = f"s to {percent(self.target)}"
         else:
             goal = f"s to best of {self.target}"
-        everything = [r.summary for found in self.results.values() for r in found]
-        shown = {
-            name: key
-            for name, key in (("clusters", "clusters"), ("rand index", "cluster_ari"))
-            if any(summary.get(key) is not None for summary in everything)
-        }
+        clustered = known_of_clusters(self.results)
         return [
             {
                 "strategy": label,
@@ -63,7 +66,7 @@ class Comparison:
                 "worst 10%": spread([r.summary["accuracy_worst10"] for r in found], percent=True),
                 "seconds": spread([r.summary["simulated_time"] for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
-                **{name: _of_clusters(found, key) for name, key in shown.items()},
+                **of_clusters(found, clustered),
                 "messages": spread([messages(r) for r in found], digits=0),
             }
             for label, found in self.results.items()
@@ -173,10 +176,22 @@ def _goal(target: str | None, labels: Sequence[str]) -> float | str:
     return share
 
 
-def _of_clusters(found: Sequence[RunResult], key: str) -> str:
-    values = [result.summary.get(key) for result in found]
-    digits = 2 if key == "cluster_ari" else 0 if len(values) == 1 else 1
-    return "-" if None in values else spread(values, digits=digits)
+def known_of_clusters(results: Mapping[str, Sequence[RunResult]]) -> list[str]:
+    """Which figures of clusters there are: none without clusters, the number alone without true
+    groups."""
+    summaries = [result.summary for found in results.values() for result in found]
+    return [key for key in CLUSTERS if any(s.get(key) is not None for s in summaries)]
+
+
+def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, str]:
+    """The columns of a table that speak of clusters."""
+    line = {}
+    for key in known:
+        values = [result.summary.get(key) for result in found]
+        digits = 2 if key != "clusters" else 0 if len(values) == 1 else 1
+        unknown = not values or None in values
+        line[COLUMNS[key]] = "-" if unknown else spread(values, digits=digits)
+    return line
 
 
 def slug(label: str) -> str:

@@ -8,6 +8,7 @@ between row and seed; nothing is run twice, and what was interrupted is gone on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,25 @@ import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError
 from polytempo.data import available
-from polytempo.experiments.compare import messages, settle, slug, spread
+from polytempo.experiments.compare import (
+    known_of_clusters,
+    messages,
+    of_clusters,
+    settle,
+    slug,
+    spread,
+)
 from polytempo.experiments.config import EXECUTION, read_config
 from polytempo.experiments.published import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.result import RunResult, read_result
 from polytempo.experiments.run import Attach, LastFederation
 
 Results = Mapping[str, Sequence[RunResult]]  # by row, one for each seed
+LEGEND_SECONDS = (
+    " To ...%: simulated seconds until the handed accuracy first reaches that. Paper's time: to "
+    "the same target (without one, to convergence), in a unit that the paper does not name. "
+    "Purity, rand index: how well clusters fit the true groups (adjusted Rand index), at the end."
+)
 DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is not tried again
 
 
@@ -161,12 +174,16 @@ def legend(experiment: Experiment) -> str:
         "evaluations). By sample: the same with every test sample counting once. Adapted: handed, "
         "after local training of that model. Paper: its accuracy. Diff.: handed minus paper, in "
         "points. Time: simulated seconds to convergence. Messages: models sent either way."
+        + LEGEND_SECONDS
+        * bool(experiment.paper.seconds)
     )
 
 
 def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
     """One line a row: our figures as far as there are any, and the paper's beside them."""
     experiment = place.experiment
+    target = experiment.column(column)[1].target
+    clustered = known_of_clusters(results)
     lines = []
     for row in experiment.rows:
         found = results.get(row, ())
@@ -188,7 +205,14 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
             line["steps"] = _last(found, "version")
             line["uploads"] = _last(found, "round")
         else:
-            line["time"] = _times(found)
+            if target is None:
+                line["time"] = _times(found)
+            else:
+                times = [r.time_to(target) for r in found]
+                line[f"to {target:.0%}"] = spread(times) if found else "-"
+            if experiment.paper.seconds:
+                line["paper's time"] = _said(experiment.seconds(row, column))
+            line |= of_clusters(found, clustered)
             line["messages"] = spread([messages(r) for r in found], digits=0) if found else "-"
         if experiment.plot == "tradeoff":
             share = ratio(found, results["fedavg"], converged)
@@ -242,6 +266,10 @@ def _share(found: Sequence[RunResult], key: str) -> str:
 
 def _times(found: Sequence[RunResult]) -> str:
     return spread([r.summary["convergence_time"] for r in found]) if found else "-"
+
+
+def _said(seconds: float | None) -> str:
+    return "-" if seconds is None else "never" if math.isinf(seconds) else f"{seconds:,.1f}"
 
 
 def converged(result: RunResult) -> float | None:
