@@ -6,6 +6,7 @@ from polytempo.strategies.asafl import ASAFL
 from polytempo.strategies.asgd import DelayAdaptiveASGD, VanillaASGD
 from polytempo.strategies.ca2fl import CA2FL
 from polytempo.strategies.casa import CASA, CASAC, CASAD, CASAPlus
+from polytempo.strategies.cfl import CFL, CFLAsync
 from polytempo.strategies.estimators import GRAPHS, Attention, Complement, Likeness
 from polytempo.strategies.fedac import FedAC
 from polytempo.strategies.fedamp import FedAMP, FedAMPAsync, FedAMPPACE
@@ -13,6 +14,7 @@ from polytempo.strategies.fedasync import FedAsync
 from polytempo.strategies.fedavg import FedAvg, FedProx
 from polytempo.strategies.fedbuff import FedBuff
 from polytempo.strategies.fedsac import FedSaC, FedSaCAsync, FedSaCPACE
+from polytempo.strategies.icfl import ICFL, ICFLAsync
 from polytempo.strategies.ifca import IFCA, IFCAAsync
 from polytempo.strategies.pace import PACE
 from polytempo.strategies.pfedgraph import PFedGraph, PFedGraphAsync
@@ -27,7 +29,9 @@ __all__ = [
     "CASA",
     "CASAC",
     "CASAD",
+    "CFL",
     "GRAPHS",
+    "ICFL",
     "IFCA",
     "PACE",
     "PORT",
@@ -37,6 +41,7 @@ __all__ = [
     "ACEIncremental",
     "Attention",
     "CASAPlus",
+    "CFLAsync",
     "Complement",
     "DelayAdaptiveASGD",
     "FedAC",
@@ -50,6 +55,7 @@ __all__ = [
     "FedSaC",
     "FedSaCAsync",
     "FedSaCPACE",
+    "ICFLAsync",
     "IFCAAsync",
     "Likeness",
     "PFedGraph",
