@@ -17,7 +17,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.strategy import Strategy
 from polytempo.experiments.config import RunConfig, make_config
+from polytempo.strategies import STRATEGIES
 
 PAPERS = files("polytempo.experiments") / "papers"
 COMMON = "common"
@@ -114,6 +116,11 @@ class Experiment(_Part):
     def published(self, row: str, column: str) -> tuple[float, ...] | None:
         """The paper's accuracy: mean and, if known, spread."""
         return self.paper.accuracy.get(self.strategies[row].published_as or row, {}).get(column)
+
+    def clustered(self, row: str) -> bool:
+        """Whether the method has clusters."""
+        strategy = STRATEGIES.create(self.strategies[row].strategy)
+        return type(strategy).clusters is not Strategy.clusters
 
     def seconds(self, row: str, column: str) -> float | None:
         """The paper's time."""

@@ -32,11 +32,6 @@ from polytempo.experiments.result import RunResult, read_result
 from polytempo.experiments.run import Attach, LastFederation
 
 Results = Mapping[str, Sequence[RunResult]]  # by row, one for each seed
-LEGEND_SECONDS = (
-    " To ...%: simulated seconds until the handed accuracy first reaches that. Paper's time: to "
-    "the same target (without one, to convergence), in a unit that the paper does not name. "
-    "Purity, rand index: how well clusters fit the true groups (adjusted Rand index), at the end."
-)
 DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is not tried again
 
 
@@ -169,13 +164,21 @@ def legend(experiment: Experiment) -> str:
             "(last three evaluations). Paper: its accuracy. Diff.: pooled minus paper, in points. "
             "Steps: how often the server has changed its model. Uploads: that it got for it."
         )
+    more = ""
+    if any(experiment.column(column)[1].target for column in experiment.columns):
+        more += " To ...%: simulated seconds until the handed accuracy first reaches that."
+    if experiment.paper.seconds:
+        more += " Paper's time: the same, or to convergence, in the paper's own unit."
+    if any(experiment.clustered(row) for row in experiment.rows):
+        more += (
+            " Clusters: how many there are at the end; purity and (adjusted) rand index: how well "
+            "they fit the true groups."
+        )
     return (
         "Handed: accuracy of the models that clients are handed, mean over clients (last three "
         "evaluations). By sample: the same with every test sample counting once. Adapted: handed, "
         "after local training of that model. Paper: its accuracy. Diff.: handed minus paper, in "
-        "points. Time: simulated seconds to convergence. Messages: models sent either way."
-        + LEGEND_SECONDS
-        * bool(experiment.paper.seconds)
+        "points. Time: simulated seconds to convergence. Messages: models sent either way." + more
     )
 
 
