@@ -31,7 +31,7 @@ def bipartition(similarity: FloatArray, linkage: Linkage = "single") -> IntArray
 
 
 class Bipartition(Updates):
-    """Sattler's condition: the mean update of a cluster is short, while that of some client is not."""
+    """Sattler's condition: the cluster's mean update is short, while some client's is not."""
 
     eps_1: Annotated[float, Field(ge=0)] = 0.4
     eps_2: Annotated[float, Field(ge=0)] = 0.7

@@ -48,7 +48,7 @@ class Updates(Clustered):
     @property
     def heard(self) -> BoolArray:
         """Who has uploaded."""
-        return ~np.isnan(self.lengths)
+        return np.asarray(~np.isnan(self.lengths))
 
     def mean_update(self, clients: IntArray) -> Tensor:
         """The sample-weighted mean of the last updates of these clients."""
