@@ -449,7 +449,7 @@ def data_command(
 def bench_command(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="What to measure: lenet mlp textcnn server scale \\[all]."),
+        typer.Argument(help="What to measure: lenet mlp textcnn server clusters scale \\[all]."),
     ] = None,
     *,
     workers: Annotated[int | None, typer.Option(help="Worker processes \\[processors].")] = None,
@@ -594,6 +594,14 @@ def _show_bench(found: dict[str, Any]) -> None:
         }
         for row in found["server"]
     ]
+    clusters = [
+        {
+            "server step of CASA": f"{row['clients']:,} x {row['parameters']:,}",
+            "time": f"{row['fold_ms']:,.1f} ms",
+            "grows as clients to the": "" if row["exponent"] is None else f"{row['exponent']:.1f}",
+        }
+        for row in found["clusters"]
+    ]
     scale = [
         {
             "clients": f"{row['clients']:,}",
@@ -604,7 +612,7 @@ def _show_bench(found: dict[str, Any]) -> None:
         }
         for row in found["scale"]
     ]
-    for table in (rows, server, scale):
+    for table in (rows, server, clusters, scale):
         if table:
             _print_table(table)
 
