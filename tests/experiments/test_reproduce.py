@@ -389,12 +389,21 @@ def test_the_setting_of_casa_is_that_of_its_appendix_a2():
         ("fedprox", {"mu": 0.05}),
         ("fedasync", {"weighting": "hinge", "alpha": 0.3, "a": 1, "b": 4, "rho": 0}),
         ("fedbuff", {"buffer_size": 10}),
+        ("cfl", {"eps_1": 0.4, "eps_2": 0.7}),
+        ("cfl-async", {"eps_2": 1, "alpha": 0.3}),
+        ("icfl", {"start": 0.85, "eps": 4}),
+        ("ifca4-async", {"k": 4, "alpha": 0.3}),
         ("casa", {"alpha_0": 2, "k": 0.001, "gamma": 0.15}),
     ):
         table = experiment.config(row, "cifar10/groups", 0, False).strategy_table
         assert {key: table[key] for key in options} == options
     sparse = experiment.config("casa+", "cifar10/groups", 0, False)
     assert sparse.strategy_table["r_end"] == sparse.rounds
+    lengths = [
+        experiment.config(row, "cifar10/groups", 0, False).strategy_table["rounds"]
+        for row in ("icfl", "icfl-async")
+    ]
+    assert lengths == [sparse.rounds / sparse.slots, sparse.rounds]
 
 
 def test_published_figures_of_casa_say_what_its_text_says():
