@@ -32,10 +32,12 @@ def plot_clusters(
     path: str | Path,
     groups: Array | None = None,
 ) -> Path:
-    """One strip a client, in the colour of its cluster, from the first to the last update."""
+    """One strip a client, in the colour of its cluster, from the first to the last update. Clients
+    are in order of their true groups, and there of the clusters where they end."""
     if not changes or rounds < 1:
         raise PolytempoError("no clusters to draw; let the run go on for more updates")
-    order, grid = _order(clients, groups), strips(changes, clients, rounds)
+    grid = strips(changes, clients, rounds)
+    order = np.lexsort((grid[:, -1], np.zeros(clients) if groups is None else groups))
     area = Counter(grid[grid >= 0].tolist())
     largest = sorted(cluster for cluster, _ in area.most_common(len(COLOURS)))
     shown = np.full(grid.shape, len(COLOURS), dtype=np.int64)
@@ -94,7 +96,7 @@ def plot_similarity(
     chosen = np.unique(np.linspace(0, len(matrices) - 1, min(PANELS, len(matrices))).round())
     panels = [matrices[int(k)] for k in chosen]
     clients = len(panels[0][2])
-    order = _order(clients, groups)
+    order = np.arange(clients) if groups is None else np.argsort(groups, kind="stable")
     apart = ~np.eye(clients, dtype=bool)
     values = np.concatenate([m[apart & np.isfinite(m)] for _, _, m in panels])
     low, high = np.percentile(values, [1, 100]) if len(values) else (0.0, 1.0)
@@ -117,11 +119,6 @@ def plot_similarity(
         bar.outline.set_visible(False)
         bar.set_label("likeness (grey: not known)", color=QUIET)
     return Path(path)
-
-
-def _order(clients: int, groups: Array | None) -> Array:
-    """Clients by true group."""
-    return np.arange(clients) if groups is None else np.argsort(groups, kind="stable")
 
 
 def _mark_groups(axes: Any, groups: Array | None, order: Array, along: str, named: str) -> None:
