@@ -37,7 +37,7 @@ from polytempo.experiments.published import (
 )
 from polytempo.experiments.reproduce import Place, asides, carry_out, collect, legend
 from polytempo.experiments.reproduce import table as reproduction
-from polytempo.experiments.result import RunResult, percent
+from polytempo.experiments.result import RunResult, about_clusters, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
 from polytempo.local.processes import cores
 from polytempo.report import plot_labels
@@ -449,7 +449,7 @@ def data_command(
 def bench_command(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="What to measure: lenet mlp textcnn server scale \\[all]."),
+        typer.Argument(help="What to measure: lenet mlp textcnn server clusters scale \\[all]."),
     ] = None,
     *,
     workers: Annotated[int | None, typer.Option(help="Worker processes \\[processors].")] = None,
@@ -547,6 +547,8 @@ def _show(result: RunResult, folder: Path) -> None:
         "accuracy, as handed": f"{percent(summary['accuracy'])} (best "
         f"{percent(summary['accuracy_best'])}, worst tenth {percent(summary['accuracy_worst10'])})",
         "accuracy, adapted": percent(summary["accuracy_adapted"]),
+        "accuracy, newcomers": percent(summary["accuracy_newcomers"]),
+        "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
         "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} updates",
         "staleness": f"{summary['staleness_mean']:.1f} updates on average",
         "messages": f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
@@ -563,6 +565,8 @@ def _show(result: RunResult, folder: Path) -> None:
             f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
         )
     for key, value in rows.items():
+        if value == "-" and key in ("accuracy, newcomers", "clusters"):
+            continue  # nothing of the kind in this run
         line = f"{key:>20}  [bold]{escape(value)}[/]"
         output.print(line, highlight=False, soft_wrap=True)
 
@@ -595,6 +599,14 @@ def _show_bench(found: dict[str, Any]) -> None:
         }
         for row in found["server"]
     ]
+    clusters = [
+        {
+            "server step of CASA": f"{row['clients']:,} x {row['parameters']:,}",
+            "time": f"{row['fold_ms']:,.1f} ms",
+            "grows as clients to the": "" if row["exponent"] is None else f"{row['exponent']:.1f}",
+        }
+        for row in found["clusters"]
+    ]
     scale = [
         {
             "clients": f"{row['clients']:,}",
@@ -605,7 +617,7 @@ def _show_bench(found: dict[str, Any]) -> None:
         }
         for row in found["scale"]
     ]
-    for table in (rows, server, scale):
+    for table in (rows, server, clusters, scale):
         if table:
             _print_table(table)
 

@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 import polytempo.bench.scale as scale
 import polytempo.bench.suite as suite
+import polytempo.strategies.casa as casa
 from polytempo import Federation
 from polytempo.bench.cases import CASES, CLIENTS
+from polytempo.bench.clusters import growth, measure_clusters
 from polytempo.bench.machine import gemm_gflops, reading
 from polytempo.bench.plain import STALENESS, PlainLoop
 from polytempo.bench.scale import measure_scale
@@ -25,6 +27,7 @@ from polytempo.core.task import Task
 from polytempo.local.training import Trainer
 from polytempo.models import Inputs, build
 from polytempo.strategies import STRATEGIES
+from polytempo.strategies.splitting import spectrum as whole
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +134,16 @@ def test_a_wrong_part_or_folder_is_said_at_once(tmp_path):
     assert "lennet" in str(wrong.exception) and "'lenet'" in str(wrong.exception)
     nowhere = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / "no" / "x.json")])
     assert "there is no folder" in str(nowhere.exception)
+
+
+def test_casas_step_is_measured_at_its_most_expensive(monkeypatch):
+    calls = []
+    monkeypatch.setattr(casa, "spectrum", lambda alike: calls.append(len(alike)) or whole(alike))
+    row = measure_clusters(12, 30, repeats=3)
+    assert calls == [12] * 4  # on every arrival, of the whole cluster
+    assert row["fold_ms"] > 0
+
+
+def test_growth_is_the_exponent():
+    rows = [{"clients": n, "fold_ms": 3e-4 * n**1.7} for n in (100, 400)]
+    assert growth(rows) == pytest.approx(1.7)

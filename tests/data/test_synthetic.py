@@ -23,6 +23,23 @@ def test_a_linear_model_learns_a_group_but_not_another(kind: str) -> None:
     assert model.score(*of_group(fed, 1, fed.test)) < 0.4
 
 
+@pytest.mark.parametrize("kind", ["labels", "rotation", "permutation"])
+def test_groups_can_be_recovered_from_what_clients_learn(kind: str) -> None:
+    """The first gradient of softmax regression is more alike within groups than between them."""
+    fed = Federation.load(f"synthetic:kind={kind}", clients=40, seed=3)
+    learnt = []
+    for part in fed.train:
+        x, y = fed.x[part].double().numpy(), fed.y[part].numpy()
+        wrong = np.full((len(y), fed.classes), 1 / fed.classes)
+        wrong[np.arange(len(y)), y] -= 1
+        gradient = (wrong.T @ x / len(y)).ravel()
+        learnt.append(gradient / np.linalg.norm(gradient))
+    alike = np.stack(learnt) @ np.stack(learnt).T
+    together = fed.groups[:, None] == fed.groups
+    assert sorted(np.bincount(fed.groups)) == [10] * 4
+    assert alike[together].min() > alike[~together].max()
+
+
 def test_groups_are_even_and_not_in_order_of_clients() -> None:
     fed = Federation.load("synthetic:groups=3", clients=11)
     assert sorted(np.bincount(fed.groups)) == [3, 4, 4]

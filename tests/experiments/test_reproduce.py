@@ -21,7 +21,9 @@ from polytempo.models import MODELS
 PACKAGE = Path(polytempo.__file__).parent
 TABLES = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4"]  # of PACE
 ACE = ["fig2", "fig3", "figa2", "figa3", "table2", "uploads"]
-ALL = [*(f"ace/{name}" for name in ACE), *(f"pace/{name}" for name in TABLES)]
+CASA = ["fig10", "fig5", "fig6", "fig7", "fig8", "fig9", "table1", "table2"]
+PAPERS = {"ace": ACE, "casa": CASA, "pace": TABLES}
+ALL = [f"{paper}/{name}" for paper, names in PAPERS.items() for name in names]
 
 SPLITS = ("even", "c2")
 COMMON = """
@@ -172,7 +174,12 @@ def test_every_table_has_standalone_and_figures_of_rows_and_columns_that_exist(n
 
 
 @pytest.mark.parametrize(
-    ("paper", "column"), [("pace", "cifar10/dir0.1"), ("ace", "cifar10/dir0.1-beta5")]
+    ("paper", "column"),
+    [
+        ("pace", "cifar10/dir0.1"),
+        ("ace", "cifar10/dir0.1-beta5"),
+        ("casa", "cifar10/groups"),
+    ],
 )
 def test_every_method_is_used_and_no_two_are_the_same_run(paper, column):
     """Experiments share runs by the name of the row, so one run must have one name."""
@@ -370,6 +377,142 @@ def test_beta_is_nothing_but_the_unit_of_time_where_everybody_computes():
     for one, other in zip(five.history, thirty.history, strict=True):
         assert one["time"] == pytest.approx(other["time"] / 6)
         assert one | {"time": 0} == other | {"time": 0}
+
+
+# -- CASA's files ---------------------------------------------------------------------------------
+
+
+def test_the_setting_of_casa_is_that_of_its_appendix_a2():
+    experiment = load_experiment("casa/table1")
+    synchronous = {"fedavg", "fedprox", "cfl", "ifca3", "ifca4", "ifca5", "icfl"}
+    for column in ("mnist/groups", "cifar10/groups"):
+        for row in experiment.rows:
+            found = experiment.config(row, column, 0, False)
+            assert (found.clients, found.slots, found.batch_size, found.lr) == (100, 100, 10, 0.01)
+            assert found.partition["proportions"] == [0.2, 0.2, 0.3, 0.3]
+            assert found.partition["alpha"] == 1
+            strategy = found.make("strategy")
+            refill = found.refill or strategy.refill
+            assert refill == ("cohort" if row in synchronous else "same") or strategy.all_slots
+            devices = found.make("devices").factors(100, 0)
+            assert sorted(devices) == [1.0] * 70 + [5.0] * 30
+    targets = [experiment.column(column)[1].target for column in experiment.columns]
+    assert targets == [0.95, 0.8, 0.75]
+    for row, options in (
+        ("fedprox", {"mu": 0.05}),
+        ("fedasync", {"weighting": "hinge", "alpha": 0.3, "a": 1, "b": 4, "rho": 0}),
+        ("fedbuff", {"buffer_size": 10}),
+        ("cfl", {"eps_1": 0.4, "eps_2": 0.7}),
+        ("cfl-async", {"eps_2": 1, "alpha": 0.3}),
+        ("icfl", {"start": 0.85, "eps": 4}),
+        ("ifca4-async", {"k": 4, "alpha": 0.3}),
+        ("casa", {"alpha_0": 2, "k": 0.001, "gamma": 0.15}),
+    ):
+        table = experiment.config(row, "cifar10/groups", 0, False).strategy_table
+        assert {key: table[key] for key in options} == options
+    sparse = experiment.config("casa+", "cifar10/groups", 0, False)
+    assert sparse.strategy_table["r_end"] == sparse.rounds
+    lengths = [
+        experiment.config(row, "cifar10/groups", 0, False).strategy_table["rounds"]
+        for row in ("icfl", "icfl-async")
+    ]
+    assert lengths == [sparse.rounds / sparse.slots, sparse.rounds]
+
+
+def test_published_figures_of_casa_say_what_its_text_says():
+    """A slip in typing the paper's figures would break its ratios."""
+    one, two = (load_experiment(f"casa/{name}").paper for name in ("table1", "table2"))
+    seconds = {row: found["mnist/groups"] for row, found in one.seconds.items()}
+    assert max(seconds.values()) / seconds["casa"] == pytest.approx(39.11, abs=0.01)
+    assert seconds["fedprox"] / seconds["casa"] == pytest.approx(37.39, abs=0.01)
+    best = {
+        column: max(found.get(column, (0,))[0] for found in one.accuracy.values())
+        for column in ("mnist/groups", "cifar10/groups", "uci_har/users")
+    }
+    assert best == {column: one.accuracy["casa"][column][0] for column in best}
+    gap = one.accuracy["casa"]["cifar10/groups"][0] - one.accuracy["fedbuff"]["cifar10/groups"][0]
+    assert gap == pytest.approx(30.34)
+    later = {
+        row: found["uci_har/scenario-b"] / found["uci_har/scenario-a"]
+        for row, found in two.seconds.items()
+    }
+    assert later["casa"] == pytest.approx(1.08, abs=0.005)
+    del later["casa"], later["standalone"]
+    assert min(later.values()) == pytest.approx(1.17, abs=0.005)
+    assert max(later.values()) == pytest.approx(2.39, abs=0.005)
+    for experiment in map(load_experiment, (f"casa/{name}" for name in CASA)):
+        own = tomllib.loads((PACKAGE / f"experiments/papers/{experiment.name}.toml").read_text())
+        for figures in own.get("paper", {}).values():
+            assert figures.keys() <= set(experiment.rows)
+            assert all(of.keys() <= set(experiment.columns) for of in figures.values())
+
+
+CLUSTERED = """
+title = "Table 1"
+about = "Clusters."
+columns = ["synthetic/groups"]
+rows = ["casa", "fedasync", "other"]
+plot = "clusters"
+[paper.seconds]
+casa = { "synthetic/groups" = 2.5 }
+fedasync = { "synthetic/groups" = inf }
+"""
+GROUPS = """
+title = "Clusters"
+remarks = []
+[settings]
+clients = 8
+slots = 8
+refill = "same"
+rounds = 64
+eval_every = 8
+epochs = 1
+batch_size = 10
+lr = 0.05
+adapt_epochs = 0
+[quick]
+rounds = 16
+[datasets.synthetic]
+title = "Synthetic"
+settings = { data = "synthetic:groups=2,samples=30", model = "linear" }
+columns = { groups = { title = "two groups", target = 0.3, settings = {} } }
+[strategies.casa]
+label = "CASA"
+strategy = "casa"
+[strategies.fedasync]
+label = "FedAsync"
+strategy = "fedasync"
+[strategies.other]
+label = "other CASA"
+strategy = "casa:gamma=0.3"
+published_as = "casa"
+"""
+
+
+def test_times_to_a_target_and_clusters_stand_in_the_table(tmp_path, monkeypatch, polytempo):
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "papers" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "common.toml").write_text(GROUPS)
+    (folder / "table1.toml").write_text(CLUSTERED)
+    monkeypatch.setattr(published, "PAPERS", tmp_path / "papers")
+    monkeypatch.setattr(result, "can_plot", lambda: True)
+    out = tmp_path / "out"
+    outcome = polytempo("reproduce", "tiny/table1", "--out", out)
+    assert outcome.code == 0, outcome.err
+    report = out / "tiny/table1/synthetic"
+    found = rows_of((report / "table.md").read_text(), "Synthetic, two groups")
+    assert [found[row]["paper's time"] for row in found] == ["2.5", "never", "2.5"]
+    for row, label in (("casa", "CASA"), ("fedasync", "FedAsync")):
+        run_folder = out / "tiny/runs/synthetic-groups" / row / "seed0"
+        history = result.read_result(run_folder).history
+        expected = next((r["time"] for r in history if r["accuracy"] >= 0.3), None)
+        assert found[label]["to 30%"] == ("never" if expected is None else f"{expected:.1f}")
+    assert found["FedAsync"]["clusters"] == found["FedAsync"]["purity"] == "-"
+    assert found["CASA"]["clusters"] == str(summary(out, "synthetic-groups", "casa")["clusters"])
+    drawn = {path.name for path in report.glob("*.png")}
+    assert {"groups_casa_clusters.png", "groups_casa_similarity.png"} <= drawn
+    assert "groups_fedasync_clusters.png" not in drawn
 
 
 def test_figures_are_compared_with_the_papers_model_only():

@@ -16,13 +16,16 @@ from polytempo.core.errors import PolytempoError
 from polytempo.report import (
     Curve,
     plot_accuracy,
+    plot_clusters,
     plot_diagnosis,
     plot_graph,
     plot_heatmaps,
     plot_labels,
+    plot_similarity,
     plot_staleness,
 )
 from polytempo.report.canvas import PALETTE
+from polytempo.report.clusters import ACROSS, COLOURS, strips
 from polytempo.report.curves import on_common_grid
 from polytempo.report.maps import by_cluster, by_group, colour_top
 
@@ -264,3 +267,44 @@ def test_a_diagnosis_is_drawn_and_nothing_to_draw_is_an_error(tmp_path):
     assert path.stat().st_size > 10_000
     with pytest.raises(PolytempoError, match="nothing was diagnosed"):
         plot_diagnosis([], [1.0], tmp_path / "none.png")
+
+
+SPLIT = [(0, 0.0, 0, 0), (0, 0.0, 1, 0), (3, 0.5, 1, 1), (4, 0.7, 2, 1), (8, 2.0, 0, 2)]
+
+
+def test_strips_follow_the_changes():
+    assert strips(SPLIT, 3, 8).tolist() == [
+        [0, 0, 0, 0, 0, 0, 0, 2],
+        [0, 0, 1, 1, 1, 1, 1, 1],
+        [-1, -1, -1, 1, 1, 1, 1, 1],
+    ]
+    long = strips(SPLIT, 3, 80_000)  # each column: 100 updates
+    assert long.shape == (3, ACROSS)
+    assert [set(row.tolist()) for row in long] == [{2}, {1}, {1}]
+
+
+def test_every_client_has_the_colour_of_its_cluster(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    changes = [(0, 0.0, client, client // 2) for client in range(24)]
+    path = plot_clusters(changes, 24, 10, tmp_path / "clusters.png", np.arange(24) % 4)
+    pixels = (image.imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    there = {"#" + bytes(pixel.tolist()).hex() for pixel in np.unique(pixels, axis=0)}
+    assert set(COLOURS) <= there  # and the two others are grey
+
+
+def test_clusters_are_drawn_without_true_groups_too(tmp_path):
+    assert size(plot_clusters(SPLIT, 3, 8, tmp_path / "clusters.png"))[0] > 1000
+    with pytest.raises(PolytempoError, match="no clusters to draw"):
+        plot_clusters([], 3, 8, tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_likeness_is_drawn_a_few_times(tmp_path, count):
+    matrix, groups = two_blocks()
+    matrix[0, 3] = np.nan
+    kept = [(10 * k, 1.0 * k, matrix) for k in range(count)]
+    width, height = size(plot_similarity(kept, tmp_path / "similarity.png", groups))
+    assert 200 < height < width < 1500
+    assert size(plot_similarity(kept, tmp_path / "plain.png")) == (width, height)
+    with pytest.raises(PolytempoError, match="no likeness to draw"):
+        plot_similarity([], tmp_path / "none.png")

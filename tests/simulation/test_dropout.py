@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
-from polytempo.simulation.dropout import DROPOUTS, Change, Timeline, Trace
+from polytempo.simulation.dropout import DROPOUTS, Change, Timeline, Trace, late
 
 DRAWS = 2000
 
@@ -292,3 +292,38 @@ def test_availability_is_that_of_a_walk_through_the_days(changes, now):
     assert timeline.next_available(0, float(now)) == first
     found = timeline.at(0, float(now))
     assert (found is None or found.available) == there[now]
+
+
+# -- newcomers -------------------------------------------------------------------------------------
+
+
+def test_a_share_of_the_clients_joins_at_a_time():
+    changes = DROPOUTS.create("join:at=7,share=0.3").changes(10, 0)
+    newcomers = late(changes)
+    assert len(newcomers) == 3
+    timeline = Timeline(changes)
+    for client in range(10):
+        assert timeline.next_available(client, 0.0) == (7 if client in newcomers else 0)
+
+
+def test_a_share_of_the_clients_joins_with_a_round():
+    changes = DROPOUTS.create("join:round=5,share=0.3").changes(10, 0)
+    assert {change.round for change in changes} == {5}
+    assert late(changes) == {change.client for change in changes} and len(changes) == 3
+
+
+def test_somebody_is_there_from_the_beginning():
+    assert len(late(DROPOUTS.create("join:round=5,share=0.9").changes(2, 0))) == 1
+    assert DROPOUTS.create("join:round=5,share=0").changes(4, 0) == []
+
+
+def test_who_leaves_later_is_not_late():
+    assert late(DROPOUTS.create("leave:at=5").changes(10, 0)) == set()
+    assert late(DROPOUTS.create("leave:version=5").changes(10, 0)) == set()
+    there = [Change(0.0, 1, False), Change(0.0, 1, True), Change(-1.0, 2, False)]
+    assert late(there) == {2}
+
+
+@pytest.mark.parametrize("spec", ["join", "join:at=3,round=4", "join:round=3,share=1"])
+def test_newcomers_that_cannot_be_are_refused(spec):
+    assert "join" in one_line(lambda: DROPOUTS.create(spec))

@@ -41,7 +41,12 @@ def answer(server, training, step):
     dispatch = training.pop(client)
     noise = torch.from_numpy(np.random.default_rng(step).normal(size=10)).float()
     base = torch.zeros(10) if dispatch.task.upload != "model" else dispatch.params
-    extras = {key: torch.eye(rows, 6) for key, rows in dispatch.task.extras.items()}
+    beside = {
+        "basis": torch.eye(dispatch.task.basis, 6),
+        "choice": torch.tensor([[client % max(dispatch.task.choose, 1)]]),
+        "mask": torch.tensor([[0b10110111, 0b01000000]], dtype=torch.uint8),
+    }
+    extras = {key: beside[key] for key in dispatch.task.extras}
     update = Update(client, dispatch.number, base + 0.1 * noise, SAMPLES[client], extras)
     actions = server.receive(update)
     for action in actions:
@@ -127,7 +132,8 @@ def test_models_are_kept_as_the_context_says(name, storage, tolerance):
     if name.endswith("-8bit"):
         kept = torch.int8
     banks = [value for value in vars(plain.strategy).values() if isinstance(value, ModelBank)]
-    assert banks or plain.strategy.single_model
+    clustered = plain.strategy.clusters() is not None  # few models, kept as they are
+    assert banks or plain.strategy.single_model or clustered
     assert asked == [kept] * len(banks)
     for ours, theirs in zip(models(other), models(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
@@ -138,7 +144,8 @@ def test_single_model_is_one_object_for_all(name):
     for step in range(12):
         answer(server, training, step)
     handed = [server.strategy.model_for(client) for client in range(len(SAMPLES))]
-    assert all(model is handed[0] for model in handed) == server.strategy.single_model
+    if server.strategy.clusters() is None:
+        assert all(model is handed[0] for model in handed) == server.strategy.single_model
 
 
 def test_collaboration_rows_are_distributions(name):
@@ -147,11 +154,40 @@ def test_collaboration_rows_are_distributions(name):
         answer(server, training, step)
     graph = server.strategy.collaboration()
     if graph is None:
-        assert server.strategy.single_model or name == "standalone"
+        clustered = server.strategy.clusters() is not None
+        assert server.strategy.single_model or clustered or name == "standalone"
         return
     assert graph.shape == (len(SAMPLES), len(SAMPLES))
     assert (graph >= 0).all()
     assert graph.sum(1) == pytest.approx(1)
+
+
+def test_clusters_are_numbers_and_share_a_model(name):
+    server, training = server_for(STRATEGIES.create(name))
+    for step in range(40):
+        answer(server, training, step)
+        clusters = server.strategy.clusters()
+        if clusters is None:
+            return
+        assert clusters.shape == (len(SAMPLES),)
+        assert clusters.min() >= -1
+        for number in set(clusters.tolist()) - {-1}:
+            first, *others = np.flatnonzero(clusters == number)
+            model = server.strategy.model_for(int(first))
+            assert all(torch.equal(server.strategy.model_for(int(c)), model) for c in others)
+
+
+def test_similarities_are_symmetric_cosines(name):
+    server, training = server_for(STRATEGIES.create(name))
+    for step in range(40):
+        answer(server, training, step)
+    alike = server.strategy.similarity()
+    if alike is not None:
+        assert alike.shape == (len(SAMPLES), len(SAMPLES))
+        np.testing.assert_array_equal(alike, alike.T)
+        known = alike[~np.isnan(alike)]
+        assert (np.abs(known) <= 1).all()
+        assert len(known) > len(SAMPLES) or name == "casa-c"  # more than the diagonal
 
 
 @pytest.mark.parametrize("stop", [1, 7, 20])

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from polytempo.bench.cases import CASES
+from polytempo.bench.clusters import CLIENTS as CLUSTERED
+from polytempo.bench.clusters import PARAMETERS, growth, measure_clusters
 from polytempo.bench.machine import machine
 from polytempo.bench.scale import CLIENTS, measure_scale
 from polytempo.bench.server import SIZES, measure_server
 from polytempo.bench.training import measure_training
 
-PARTS = (*CASES, "server", "scale")
+PARTS = (*CASES, "server", "clusters", "scale")
 
 
 def run_bench(
@@ -42,6 +44,7 @@ def run_bench(
             "machine": machine(),
             "training": [],
             "server": [],
+            "clusters": [],
             "scale": [],
         }
         for name in (part for part in parts if part in CASES):
@@ -56,6 +59,13 @@ def run_bench(
             if not quick or clients * parameters <= 10**8:
                 watch(f"server, {clients} clients")
                 found["server"].append(measure_server(clients, parameters))
+        for parameters in PARAMETERS if "clusters" in parts else ():
+            rows = []
+            for clients in CLUSTERED[:2] if quick else CLUSTERED:
+                watch(f"clusters, {clients} clients x {parameters} parameters")
+                rows.append(measure_clusters(clients, parameters))
+                exponent = growth(rows[-2:]) if len(rows) > 1 else None
+                found["clusters"].append({**rows[-1], "exponent": exponent})
         for clients in CLIENTS if "scale" in parts else ():
             if not quick or clients <= 1_000:
                 watch(f"{clients} clients")

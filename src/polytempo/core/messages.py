@@ -20,7 +20,8 @@ class Dispatch:
 
     With `preempt` the client is in training already (a multicast): it swaps this model in at a
     step boundary and goes on with the local steps that it has left.
-    `anchor` is the vector that the task's objective refers to, if not the received model.
+    `anchor` is the vector that the task's objective refers to, if not the received model; or, for a
+    task in which the client chooses, the other models [models, parameters].
     """
 
     client: int

@@ -15,6 +15,9 @@ Theory of operation
    "same"    the sender, at once;
    "cohort"  nobody until all are in, then a random cohort as large as `slots`. A synchronous method
              is this policy plus `Strategy.close_cohort`: there is no second code path.
+   A *newcomer*, a client that joins for the first time when updates have been folded already, does
+   not wait for a slot: it is sent a model at once. As long as there are more than `slots` in
+   training, nobody else is started. (With "cohort" it may be chosen from the next cohort on.)
 5. An update is checked in full before anything changes. What is refused leaves no trace.
 """
 
@@ -64,6 +67,7 @@ class Server:
         self.round = 0
         self.version = 0
         self.members: set[int] = set()
+        self.known: set[int] = set()  # who is, or has been, a member
         self.open: dict[int, list[Open]] = {}
         self.owners: list[int] = []  # client of each dispatch ever sent
         strategy.setup(context)
@@ -78,8 +82,10 @@ class Server:
                 raise PolytempoError(
                     f"client {client} cannot join: ids go from 0 to {self.context.clients - 1}"
                 )
+        new = sorted(joining - self.known) if self.round and self.refill != "cohort" else []
         self.members |= joining
-        return self._fill()
+        self.known |= joining
+        return [*(self._send(client, self.strategy.model_for) for client in new), *self._fill()]
 
     def leave(self, client: int) -> list[Action]:
         """This client is gone; if it was training, its update is lost."""
@@ -132,7 +138,8 @@ class Server:
             self._send(client, self.strategy.model_for, preempt=True) for client in refreshed
         ]
         actions += [Stop(client, self.open[client][-1].number) for client in stopped]
-        if self.refill == "same" and answer in self.members:
+        room = len(self.open) < self.slots  # not so if there are newcomers
+        if self.refill == "same" and answer in self.members and room:
             actions.append(self._send(answer, model))
         return actions + self._fill()
 
@@ -220,6 +227,7 @@ class Server:
             "round": self.round,
             "version": self.version,
             "members": sorted(self.members),
+            "known": sorted(self.known),
             "open": [[client, sent] for client, sent in self.open.items()],
             "owners": list(self.owners),
             "strategy": self.strategy.state_dict(),
@@ -228,7 +236,7 @@ class Server:
     def load_state_dict(self, state: State) -> None:
         """Continue from `state`."""
         self.round, self.version = state["round"], state["version"]
-        self.members = set(state["members"])
+        self.members, self.known = set(state["members"]), set(state["known"])
         self.open = {client: [Open(*s) for s in sent] for client, sent in state["open"]}
         self.owners = list(state["owners"])
         self.strategy.load_state_dict(state["strategy"])

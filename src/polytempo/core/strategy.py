@@ -32,13 +32,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, Storage
 from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.registry import Options, Registry
+from polytempo.core.rng import rng
 from polytempo.core.task import Task
 
+IntArray = NDArray[np.int64]
 Refill = Literal["idle", "same", "cohort"]
 State = dict[str, Any]  # nested, with string keys; tensors, numpy arrays and JSON values
 
@@ -52,6 +56,7 @@ class Context:
     task: Task  # the local solver's settings, with a plain objective
     seed: int
     storage: Storage = PLAIN_STORAGE  # how a model per client is kept
+    tensors: Sequence[int] = ()  # how long the trained tensors are that a model begins with
 
     @property
     def clients(self) -> int:
@@ -61,6 +66,19 @@ class Context:
         """p: relative sample sizes over all clients."""
         sizes = np.asarray(self.samples, dtype=np.float64)
         return np.asarray(sizes / sizes.sum(), dtype=np.float64)
+
+    def another_initial(self, number: int) -> Tensor:
+        """The initial model as it might have been drawn another time: numbers change places within
+        each trained tensor, so that every layer keeps its scale and nothing else is shared. (If it
+        is not known where tensors end, within the whole model.)"""
+        stream = rng(self.seed, "initial", number)
+        model = self.initial.clone()
+        begin = 0
+        for length in self.tensors or [len(model)]:
+            order = torch.from_numpy(stream.permutation(length)) + begin
+            model[begin : begin + length] = self.initial[order]
+            begin += length
+        return model
 
 
 class Strategy(Options):
@@ -119,6 +137,14 @@ class Strategy(Options):
 
     def collaboration(self) -> FloatArray | None:
         """W[i, j]: how much client i learns from client j, where the method has such a graph."""
+        return None
+
+    def clusters(self) -> IntArray | None:
+        """The number of each client's cluster, where the method has clusters; -1: in none yet."""
+        return None
+
+    def similarity(self) -> FloatArray | None:
+        """S[i, j]: how alike clients i and j are, where the method measures it; NaN: not known."""
         return None
 
     def state_dict(self) -> State:

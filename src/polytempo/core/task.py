@@ -139,6 +139,12 @@ class Task(Options):
     and the objective's pull included).
     `basis`: after training, so many principal directions of the client's features (what enters the
     last linear layer) are uploaded too (FedSaC).
+    `choose`: the client is handed so many models, trains the one whose loss on its training samples
+    is least, and uploads which one it was as `choice` (IFCA). All but the first come as the rows of
+    the anchor, so that the objective has none; choosing takes no simulated time.
+    `sparsity`: this share of the parameters, the smallest of the received model, stays as it is,
+    and the training takes less time in proportion; which ones do not is uploaded as `mask`, in bits
+    (CASA+). With 0, a mask that drops nothing is uploaded all the same.
     """
 
     epochs: Annotated[int, Field(ge=1)] = 5
@@ -150,11 +156,18 @@ class Task(Options):
     objective: Objective = Field(default_factory=Plain)
     upload: Literal["model", "delta", "gradient"] = "model"
     basis: Annotated[int, Field(ge=0)] = 0
+    choose: Annotated[int, Field(ge=0)] = 0
+    sparsity: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @property
     def extras(self) -> dict[str, int]:
         """What is uploaded beside the vector: names, and the number of rows of each."""
-        return {"basis": self.basis} if self.basis else {}
+        rows = {
+            "basis": self.basis,
+            "choice": int(self.choose > 0),
+            "mask": int(self.sparsity is not None),
+        }
+        return {name: count for name, count in rows.items() if count}
 
     def batches(self, samples: int) -> int:
         """Steps in one epoch. A last batch of one single sample joins the batch before it (batch
@@ -171,4 +184,5 @@ class Task(Options):
     def work(self, samples: int) -> float:
         """Samples that the client pushes through the model (for steps, batches of mean size):
         what simulated time is made of."""
-        return self.total_steps(samples) / self.batches(samples) * samples
+        passes = self.total_steps(samples) / self.batches(samples)
+        return passes * samples * (1 - (self.sparsity or 0.0))

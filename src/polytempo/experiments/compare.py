@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,24 @@ import numpy as np
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.data import Federation
 from polytempo.experiments.config import EXECUTION, RunConfig, make_config, read_config
-from polytempo.experiments.result import RunResult, can_plot, percent, read_result, write_table
+from polytempo.experiments.result import (
+    CLUSTERS,
+    RunResult,
+    can_plot,
+    percent,
+    read_result,
+    write_table,
+)
 from polytempo.experiments.run import Attach, LastFederation, holds_run, prepare, resume, run
 from polytempo.report import plot_accuracy, write_html
 
+COLUMNS = {"clusters": "clusters", "cluster_purity": "purity", "cluster_ari": "rand index"}
+PLOTS = {  # of single runs that a comparison shows, too
+    "graph.png": "collaboration graph",
+    "clusters.png": "clusters",
+    "similarity.png": "how alike clients are",
+    "staleness.png": "staleness",
+}
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
 
 
@@ -42,6 +56,7 @@ class Comparison:
             goal = f"s to {percent(self.target)}"
         else:
             goal = f"s to best of {self.target}"
+        clustered = known_of_clusters(self.results)
         return [
             {
                 "strategy": label,
@@ -51,6 +66,7 @@ class Comparison:
                 "worst 10%": spread([r.summary["accuracy_worst10"] for r in found], percent=True),
                 "seconds": spread([r.summary["simulated_time"] for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
+                **of_clusters(found, clustered),
                 "messages": spread([messages(r) for r in found], digits=0),
             }
             for label, found in self.results.items()
@@ -160,6 +176,24 @@ def _goal(target: str | None, labels: Sequence[str]) -> float | str:
     return share
 
 
+def known_of_clusters(results: Mapping[str, Sequence[RunResult]]) -> list[str]:
+    """Which figures of clusters there are: none without clusters, the number alone without true
+    groups."""
+    summaries = [result.summary for found in results.values() for result in found]
+    return [key for key in CLUSTERS if any(s.get(key) is not None for s in summaries)]
+
+
+def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, str]:
+    """The columns of a table that speak of clusters."""
+    line = {}
+    for key in known:
+        values = [result.summary.get(key) for result in found]
+        digits = 2 if key != "clusters" else 0 if len(values) == 1 else 1
+        unknown = not values or None in values
+        line[COLUMNS[key]] = "-" if unknown else spread(values, digits=digits)
+    return line
+
+
 def slug(label: str) -> str:
     """A strategy with its options as the name of a folder."""
     return re.sub(r"[^A-Za-z0-9._+=-]+", "_", label)
@@ -198,7 +232,7 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
     ]
     for label in comparison.results:
         place = next((folder / slug(label)).glob("seed*"))
-        for name, caption in (("graph.png", "collaboration graph"), ("staleness.png", "staleness")):
+        for name, caption in PLOTS.items():
             if (place / name).exists():
                 images.append((f"{label}: {caption} ({place.name})", place / name))
     write_html(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from polytempo.experiments import result
+from polytempo.experiments.compare import PLOTS, slug
 from polytempo.experiments.published import FIGURES, QUICK, Experiment
 from polytempo.experiments.reproduce import (
     Place,
@@ -125,6 +126,8 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
         bars = {label[row]: _bar(place, row, column, results[row]) for row in experiment.rows}
         path = plot_bars(bars, folder / f"bars_{split}.png", heading)
         images.append((f"{heading}: handed, adapted, and the paper's figure", path))
+    if experiment.plot == "clusters":
+        images += _of_runs(place, folder, column, run)
     if experiment.plot == "tradeoff":
         times = {row: ratio(found, results["fedavg"], converged) for row, found in run.items()}
         points = {
@@ -136,6 +139,21 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
             title = f"{heading}: handed accuracy"
             path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", title)
             images.append((f"{heading}: handed accuracy against convergence time", path))
+    return images
+
+
+def _of_runs(place: Place, folder: Path, column: str, run: Results) -> list[tuple[str, Path]]:
+    """Clusters and similarity of each method's first run, as that has drawn them."""
+    split, images = column.partition("/")[2], []
+    for row, found in run.items():
+        seed = found[0].summary["seed"]
+        for name in ("clusters.png", "similarity.png"):
+            drawn = place.run(row, column, seed, {}) / name
+            if drawn.exists():
+                path = folder / f"{split}_{slug(row)}_{name}"
+                path.write_bytes(drawn.read_bytes())
+                what = f"{place.experiment.label(row)}: {PLOTS[name]} (seed {seed})"
+                images.append((what, path))
     return images
 
 

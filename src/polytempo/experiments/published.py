@@ -17,7 +17,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.strategy import Strategy
 from polytempo.experiments.config import RunConfig, make_config
+from polytempo.strategies import STRATEGIES
 
 PAPERS = files("polytempo.experiments") / "papers"
 COMMON = "common"
@@ -43,6 +45,7 @@ class Column(_Part):
     title: str
     settings: dict[str, Any]
     at: tuple[str, str] | None = None  # where it stands in a heat map: x and y
+    target: float | None = None  # the accuracy that times are taken to; None: to convergence
 
 
 class Dataset(_Part):
@@ -70,6 +73,7 @@ class Published(_Part):
 
     accuracy: dict[str, dict[str, tuple[float, ...]]] = {}  # per cent: mean and, if known, spread
     time: dict[str, dict[str, float]] = {}  # convergence time, as a share of FedAvg's
+    seconds: dict[str, dict[str, float]] = {}  # to target or convergence, in the paper's unit
     sent: dict[str, dict[str, float]] = {}  # models sent to clients, as multiples of FedAsync's
 
 
@@ -93,7 +97,7 @@ class Experiment(_Part):
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     labels: dict[str, str] = {}  # of rows (in a map: of columns) that are called otherwise here
-    plot: Literal["curves", "bars", "tradeoff", "heatmap"] = "curves"
+    plot: Literal["curves", "bars", "tradeoff", "heatmap", "clusters"] = "curves"
     axes: tuple[str, str] = ("", "")  # of a heat map
     figure: Literal["accuracy", "accuracy_weighted"] = "accuracy"  # what counts: see FIGURES
     against: tuple[Literal["time", "rounds", "versions"], ...] = ("time",)  # what curves run over
@@ -112,6 +116,15 @@ class Experiment(_Part):
     def published(self, row: str, column: str) -> tuple[float, ...] | None:
         """The paper's accuracy: mean and, if known, spread."""
         return self.paper.accuracy.get(self.strategies[row].published_as or row, {}).get(column)
+
+    def clustered(self, row: str) -> bool:
+        """Whether the method has clusters."""
+        strategy = STRATEGIES.create(self.strategies[row].strategy)
+        return type(strategy).clusters is not Strategy.clusters
+
+    def seconds(self, row: str, column: str) -> float | None:
+        """The paper's time."""
+        return self.paper.seconds.get(self.strategies[row].published_as or row, {}).get(column)
 
     def column(self, name: str) -> tuple[Dataset, Column]:
         dataset, _, split = name.partition("/")

@@ -9,6 +9,7 @@ from whatever runs are there.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,14 @@ import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError
 from polytempo.data import available
-from polytempo.experiments.compare import messages, settle, slug, spread
+from polytempo.experiments.compare import (
+    known_of_clusters,
+    messages,
+    of_clusters,
+    settle,
+    slug,
+    spread,
+)
 from polytempo.experiments.config import EXECUTION, read_config
 from polytempo.experiments.published import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.result import RunResult, read_result
@@ -170,17 +178,29 @@ def legend(experiment: Experiment) -> str:
             "(last three evaluations). Paper: its accuracy. Diff.: pooled minus paper, in points. "
             "Steps: how often the server has changed its model. Uploads: that it got for it."
         )
+    more = ""
+    if any(experiment.column(column)[1].target for column in experiment.columns):
+        more += " To ...%: simulated seconds until the handed accuracy first reaches that."
+    if experiment.paper.seconds:
+        more += " Paper's time: the same, or to convergence, in the paper's own unit."
+    if any(experiment.clustered(row) for row in experiment.rows):
+        more += (
+            " Clusters: how many there are at the end; purity and (adjusted) rand index: how well "
+            "they fit the true groups."
+        )
     return (
         "Handed: accuracy of the models that clients are handed, mean over clients (last three "
         "evaluations). By sample: the same with every test sample counting once. Adapted: handed, "
         "after local training of that model. Paper: its accuracy. Diff.: handed minus paper, in "
-        "points. Time: simulated seconds to convergence. Messages: models sent either way."
+        "points. Time: simulated seconds to convergence. Messages: models sent either way." + more
     )
 
 
 def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
     """One line a row: our figures as far as there are any, and the paper's beside them."""
     experiment = place.experiment
+    target = experiment.column(column)[1].target
+    clustered = known_of_clusters(results)
     lines = []
     for row in experiment.rows:
         found = results.get(row, ())
@@ -202,7 +222,14 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
             line["steps"] = _last(found, "version")
             line["uploads"] = _last(found, "round")
         else:
-            line["time"] = _times(found)
+            if target is None:
+                line["time"] = _times(found)
+            else:
+                times = [r.time_to(target) for r in found]
+                line[f"to {target:.0%}"] = spread(times) if found else "-"
+            if experiment.paper.seconds:
+                line["paper's time"] = _said(experiment.seconds(row, column))
+            line |= of_clusters(found, clustered)
             line["messages"] = spread([messages(r) for r in found], digits=0) if found else "-"
         if experiment.plot == "tradeoff":
             share = ratio(found, results["fedavg"], converged)
@@ -256,6 +283,10 @@ def _share(found: Sequence[RunResult], key: str) -> str:
 
 def _times(found: Sequence[RunResult]) -> str:
     return spread([r.summary["convergence_time"] for r in found]) if found else "-"
+
+
+def _said(seconds: float | None) -> str:
+    return "-" if seconds is None else "never" if math.isinf(seconds) else f"{seconds:,.1f}"
 
 
 def converged(result: RunResult) -> float | None:

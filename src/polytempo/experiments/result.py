@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
@@ -21,8 +22,10 @@ from polytempo.local.memory import peak_memory
 from polytempo.report import (
     Curve,
     plot_accuracy,
+    plot_clusters,
     plot_diagnosis,
     plot_graph,
+    plot_similarity,
     plot_staleness,
     write_html,
 )
@@ -32,6 +35,7 @@ from polytempo.simulation.metrics import convergence_time, final_accuracy, time_
 GRAPH_CLIENTS = (
     2_000  # the graph of more clients is not drawn: it is dense, and nobody could see it
 )
+CLUSTERS = ("clusters", "cluster_purity", "cluster_ari")  # of strategies that have clusters
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
@@ -113,6 +117,10 @@ def summarise(
             "accuracy_std": last["accuracy_std"],
             "accuracy_worst10": last["accuracy_worst10"],
             "accuracy_adapted": last["accuracy_adapted"],
+            "accuracy_newcomers": final_accuracy(history, "accuracy_newcomers")
+            if "accuracy_newcomers" in last
+            else None,
+            **{key: last.get(key) for key in CLUSTERS},
             "simulated_time": simulator.time,
             "time_to": {str(target): time_to(history, target) for target in TARGETS},
             "convergence_time": convergence_time(history),
@@ -160,6 +168,8 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     diagnosis = result.simulator.diagnosis if result.simulator else None
     if diagnosis and diagnosis.rows:
         write_table(folder / "diagnosis.csv", diagnosis.rows)
+    if result.simulator:
+        _write_clusters(folder, result.simulator)
     if not can_plot():
         return
     images = _plots(folder, result)
@@ -172,6 +182,21 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
         images=images,
         settings=settings,
     )
+
+
+def _write_clusters(folder: Path, simulator: Simulator) -> None:
+    """clusters.csv: who has changed to which cluster, and when. similarity.npz: how alike clients
+    were, a few times. Both for strategies that know it."""
+    found = simulator.clusters
+    if found.changes:
+        columns = ("round", "time", "client", "cluster")
+        rows = [dict(zip(columns, change, strict=True)) for change in found.changes]
+        write_table(folder / "clusters.csv", rows)
+    kept = found.gallery(simulator.server.round, simulator.time)
+    if kept:
+        rounds, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
+        with (folder / "similarity.npz").open("wb") as file:
+            np.savez_compressed(file, rounds=rounds, times=times, matrices=matrices)
 
 
 def can_plot() -> bool:
@@ -196,24 +221,42 @@ def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
         images.append(("Why the steps are wrong, and who moves the model", path))
     if simulator is None or simulator.federation.clients > GRAPH_CLIENTS:
         return images
+    found, groups = simulator.clusters, simulator.federation.groups
+    rounds, clients = simulator.server.round, simulator.federation.clients
+    if found.changes and rounds:
+        path = plot_clusters(found.changes, clients, rounds, folder / "clusters.png", groups)
+        images.append(("Clusters: who belongs where, when", path))
+    kept = found.gallery(rounds, simulator.time)
+    if kept:
+        path = plot_similarity(kept, folder / "similarity.png", groups)
+        images.append(("How alike the server finds clients, over the run", path))
     graph = simulator.strategy.collaboration()
     if graph is not None:
-        path = plot_graph(graph, folder / "graph.png", simulator.federation.groups)
+        path = plot_graph(graph, folder / "graph.png", groups)
         images.append(("Collaboration graph: who learns from whom", path))
     return images
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
+    clusters = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
     return {
         "strategy": summary["strategy"],
         "handed": percent(summary["accuracy"]),
         "best": percent(summary["accuracy_best"]),
         "adapted": percent(summary["accuracy_adapted"]),
         "worst 10%": percent(summary["accuracy_worst10"]),
+        **clusters,
         "simulated time": f"{summary['simulated_time']:.1f} s",
         "mean staleness": f"{summary['staleness_mean']:.1f}",
         "messages": str(sum(summary["messages"][k] for k in ("dispatch", "upload", "multicast"))),
     }
+
+
+def about_clusters(summary: Mapping[str, Any]) -> str:
+    """How many clusters there are and, where true groups are known, how well they fit."""
+    number, pure, ari = (summary[key] for key in CLUSTERS)
+    fit = "" if ari is None else f" (purity {pure:.2f}, adjusted Rand index {ari:.2f})"
+    return f"{number}{fit}"
 
 
 def percent(share: float | None) -> str:

@@ -2,7 +2,8 @@
 
 They are forked, so they have the federation, the module and the solver without any copy: nothing is
 sent to them but the numbers that name a job. Models travel through rows of shared memory, in which
-the result replaces what was received.
+the result replaces what was received. Only models to choose from, of which a job may bring any
+number, go through the pipe.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class Processes:
         models, anchors = self._rows[worker, place]
         for job, model, anchor in zip(jobs, models, anchors, strict=False):
             model.copy_(job.params)
-            if job.anchor is not None:
+            if job.anchor is not None and job.anchor.ndim == 1:
                 anchor.copy_(job.anchor)
-        self._send(worker, ("train", place, [_bare(job) for job in jobs]))
+        self._send(worker, ("train", place, [(_bare(job), _matrix(job)) for job in jobs]))
 
     def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         place = self._place(worker)
@@ -150,8 +151,8 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
         try:
             if kind == "train":
                 jobs = [
-                    replace(job, params=model, anchor=None if job.anchor is None else anchor)
-                    for job, model, anchor in zip(details, models, anchors, strict=False)
+                    _whole(job, model, anchor, matrix)
+                    for (job, matrix), model, anchor in zip(details, models, anchors, strict=False)
                 ]
                 for row, upload in zip(models, solver.train_group(jobs), strict=False):
                     row.copy_(upload)
@@ -174,6 +175,20 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
 def _bare(job: Job) -> Job:
     """The job without its vectors."""
     return replace(job, params=_NOTHING, anchor=None if job.anchor is None else _NOTHING)
+
+
+def _matrix(job: Job) -> Any:
+    """The models to choose from, as bytes."""
+    if job.anchor is None or job.anchor.ndim == 1:
+        return None
+    return job.anchor.contiguous().view(torch.uint8).numpy()
+
+
+def _whole(job: Job, model: Tensor, anchor: Tensor, matrix: Any) -> Job:
+    """The job that `_bare` and `_matrix` were made of."""
+    if matrix is not None:
+        return replace(job, params=model, anchor=torch.from_numpy(matrix).view(model.dtype))
+    return replace(job, params=model, anchor=None if job.anchor is None else anchor)
 
 
 def _portable(error: Exception) -> Exception:

@@ -91,6 +91,8 @@ class StackTrainer(Trainer):
 
     @torch.no_grad()
     def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
+        if jobs[0].task.choose:  # what they choose need not be of one kind any more
+            return [self.train(self.chosen(job)) for job in jobs]
         schedules = [
             [rows for _, rows in batches(job, self.federation.samples[job.client], self.seed)]
             for job in jobs
@@ -109,7 +111,11 @@ class StackTrainer(Trainer):
         else:
             sent = [job.anchor for job in jobs if job.anchor is not None]
             anchors = self._load(sent, layout, False) if sent else models.clone()
-            found = Direct(task, layout, plan, models, anchors, points).run()
+            direct = Direct(task, layout, plan, models, anchors, points)
+            if task.sparsity is not None:
+                masks = [self.mask(job).to(models.dtype) for job in jobs]
+                direct.kept = self._load(masks, layout, False)
+            found = direct.run()
         results = []
         for k in np.argsort(order):
             whole = self._unload(found[k], layout, points[k], jobs[k].params, samples > 0)
@@ -174,7 +180,8 @@ class StackTrainer(Trainer):
     def _dual(self, job: Job) -> int:
         """The number of samples, rounded up so that many clients have the same, if the dual form
         takes less arithmetic; else 0."""
-        if not job.task.objective.linear or job.anchor is not None:
+        task = job.task
+        if not task.objective.linear or job.anchor is not None or task.sparsity is not None:
             return 0
         samples, outputs = self.federation.samples[job.client], self._widths[0]
         steps = job.task.total_steps(samples) * min(samples, job.task.batch_size)
@@ -226,6 +233,7 @@ class Descent:
     ) -> None:
         self.task, self.layout, self.plan = task, layout, plan
         self.theta, self.anchor, self.momentum = models, anchors, torch.zeros_like(models)
+        self.kept: Tensor | None = None  # 0 for parameters that stay as they are, 1 for others
 
     def enter(self, theta: Tensor, places: Tensor, out: Tensor) -> None:
         """The first layer's activations, without bias, of the samples at these places."""
@@ -277,6 +285,8 @@ class Descent:
                 self.pull(theta, momentum)
             elif task.weight_decay:
                 momentum.add_(theta, alpha=task.weight_decay)
+            if self.kept is not None:
+                momentum.mul_(self.kept[:active])
             if task.upload == "gradient":
                 return self.momentum
             theta.sub_(momentum, alpha=task.lr)

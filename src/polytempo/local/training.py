@@ -12,13 +12,15 @@ receives a multicast half-way (it keeps the steps that it had left).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polytempo.core.masks import largest, pack
 from polytempo.core.parameters import BufferPolicy, ParameterSpace
 from polytempo.core.rng import rng, stream_seed
 from polytempo.core.task import Task
@@ -40,7 +42,7 @@ class Job:
     stream: tuple[str | int, ...]  # names the random stream
     first_step: int = 0  # steps of the schedule that are skipped (done before a multicast)
     last_step: int | None = None  # where an urgent request ends it
-    anchor: Tensor | None = None  # what the objective refers to, if not `params`
+    anchor: Tensor | None = None  # what the objective refers to, or models to choose from
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,13 @@ class Trainer:
 
     def train(self, job: Job) -> Tensor:
         """Carry the job out; returns what its task wants uploaded."""
+        job = self.chosen(job)
         space, task = self.space, job.task
         shard = self.federation.train[job.client]
         x, y = self.federation.x[shard], self.federation.y[shard]
         space.load(job.params)
-        if self._vocabulary is not None and task.objective.isotropic and job.anchor is None:
+        whole_vectors = task.objective.isotropic and task.sparsity is None
+        if self._vocabulary is not None and whole_vectors and job.anchor is None:
             with self._vocabulary.restricted(x, job.params) as part:
                 found = self._descend(job, part.theta, part.grad, part.renamed, y)
                 trained = part.widen(found)
@@ -117,6 +121,7 @@ class Trainer:
         task = job.task
         anchor = theta.clone() if job.anchor is None else job.anchor[: len(theta)]
         momentum: Tensor | None = None  # empty at each dispatch and each multicast
+        frozen = None if task.sparsity is None else ~self.mask(job)[: len(theta)]
         whole = x.numel() <= _PREPARED_AT_ONCE
         if whole:
             x = self._inputs(x)
@@ -134,6 +139,8 @@ class Trainer:
                     task.objective.add_gradient(theta, anchor, grad)
                     if task.weight_decay:
                         grad.add_(theta, alpha=task.weight_decay)
+                    if frozen is not None:
+                        grad.masked_fill_(frozen, 0.0)
                     if task.upload == "gradient":
                         return grad
                     if not task.momentum:
@@ -145,37 +152,71 @@ class Trainer:
                     theta.sub_(momentum, alpha=task.lr)
         return theta
 
+    def mask(self, job: Job) -> Tensor:
+        """The numbers of the model that the job may change; all that are no parameters are."""
+        mask = torch.ones(self.space.size, dtype=torch.bool)
+        trained = self.space.parameters
+        mask[:trained] = largest(job.params[:trained], job.task.sparsity or 0.0)
+        return mask
+
+    def chosen(self, job: Job) -> Job:
+        """The job on the model that the client chooses, if the choice is its own."""
+        if not job.task.choose:
+            return job
+        params = self._candidates(job)[self.choice(job)]
+        return replace(job, params=params, anchor=None, task=replace(job.task, choose=0))
+
+    @torch.inference_mode()
+    def choice(self, job: Job) -> int:
+        """Which of the models that the job brings has the least loss on the training samples."""
+        shard = self.federation.train[job.client]
+        losses = []
+        for params in self._candidates(job):
+            self.space.load(params)
+            losses.append(self._score(shard).loss)
+        return int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
+
+    def _candidates(self, job: Job) -> list[Tensor]:
+        others = () if job.anchor is None else job.anchor
+        return [job.params, *others]
+
     @torch.inference_mode()
     def extras(self, job: Job, upload: Tensor) -> dict[str, Tensor]:
         """What the job's task wants beside its upload."""
-        if not job.task.basis:
-            return {}
-        trained = {"model": upload, "delta": job.params + upload, "gradient": job.params}
-        self.space.load(trained[job.task.upload])
-        self.space.module.eval()
-        x = self.federation.x[self.federation.train[job.client]]
-        parts = [x[k : k + _EVALUATION_BATCH] for k in range(0, len(x), _EVALUATION_BATCH)]
-        features = [last_features(self.space.module, self._inputs(part)) for part in parts]
-        return {"basis": principal_directions(torch.cat(features), job.task.basis)}
+        found: dict[str, Tensor] = {}
+        if job.task.choose:
+            found["choice"] = torch.tensor([[self.choice(job)]])
+            job = self.chosen(job)
+        if job.task.sparsity is not None:
+            found["mask"] = pack(self.mask(job))
+        if job.task.basis:
+            trained = {"model": upload, "delta": job.params + upload, "gradient": job.params}
+            self.space.load(trained[job.task.upload])
+            self.space.module.eval()
+            x = self.federation.x[self.federation.train[job.client]]
+            parts = [x[k : k + _EVALUATION_BATCH] for k in range(0, len(x), _EVALUATION_BATCH)]
+            features = [last_features(self.space.module, self._inputs(part)) for part in parts]
+            found["basis"] = principal_directions(torch.cat(features), job.task.basis)
+        return found
 
     @torch.inference_mode()
     def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
         """The model on the test split of each of these clients."""
         self.space.load(params)
+        return [self._score(self.federation.test[client]) for client in clients]
+
+    def _score(self, shard: slice) -> Score:
+        """The model that is loaded, on these samples."""
         self.space.module.eval()
-        scores = []
-        for client in clients:
-            shard = self.federation.test[client]
-            correct, loss = 0, 0.0
-            x, y = self.federation.x[shard], self.federation.y[shard]
-            for part in range(0, len(y), _EVALUATION_BATCH):
-                labels = y[part : part + _EVALUATION_BATCH]
-                inputs = self._inputs(x[part : part + _EVALUATION_BATCH])
-                logits = self.space.module(inputs)
-                correct += int((logits.argmax(1) == labels).sum())
-                loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
-            scores.append(Score(correct, len(y), loss))
-        return scores
+        correct, loss = 0, 0.0
+        x, y = self.federation.x[shard], self.federation.y[shard]
+        for part in range(0, len(y), _EVALUATION_BATCH):
+            labels = y[part : part + _EVALUATION_BATCH]
+            inputs = self._inputs(x[part : part + _EVALUATION_BATCH])
+            logits = self.space.module(inputs)
+            correct += int((logits.argmax(1) == labels).sum())
+            loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+        return Score(correct, len(y), loss)
 
     def _inputs(self, x: Tensor) -> Tensor:
         inputs = self.federation.prepare(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polytempo.report.beside import Bar, plot_bars, plot_tradeoff
+from polytempo.report.clusters import plot_clusters, plot_similarity
 from polytempo.report.curves import Curve, plot_accuracy
 from polytempo.report.diagnosis import plot_diagnosis
 from polytempo.report.heatmap import plot_heatmaps
@@ -15,10 +16,12 @@ __all__ = [
     "Curve",
     "plot_accuracy",
     "plot_bars",
+    "plot_clusters",
     "plot_diagnosis",
     "plot_graph",
     "plot_heatmaps",
     "plot_labels",
+    "plot_similarity",
     "plot_staleness",
     "plot_tradeoff",
     "write_html",

@@ -14,7 +14,7 @@ from polytempo.core.task import Task
 from polytempo.local import Job
 from polytempo.simulation.simulator import Flight, Simulator
 
-FORMAT = 3
+FORMAT = 4
 _TASKS = TypeAdapter(Task)
 
 
@@ -39,6 +39,7 @@ def snapshot(simulator: Simulator) -> State:
         "events": simulator.events,
         "fingerprint": simulator.fingerprint,
         "diagnosis": simulator.diagnosis.save() if simulator.diagnosis else None,
+        "clusters": simulator.clusters.save(),
     }
 
 
@@ -70,6 +71,7 @@ def restore(simulator: Simulator, state: State) -> None:
     simulator.events, simulator.fingerprint = state["events"], state["fingerprint"]
     if simulator.diagnosis:
         simulator.diagnosis.load(state["diagnosis"])
+    simulator.clusters.load(state["clusters"])
     if simulator.checker:
         _resume_checker(simulator)
 

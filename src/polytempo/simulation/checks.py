@@ -19,7 +19,7 @@ class Checker:
     """Feed it every event in order; it raises `InvariantError` at the first broken promise.
 
     Clock and order: time never goes back, events are numbered without gaps.
-    Slots: never more clients in training than slots.
+    Slots: never more clients in training than slots, but for newcomers at their first dispatch.
     Life of a dispatch: sent once, to a client that is not training (or, for a multicast, that is),
     and ended exactly once, by an upload, a drop or a multicast that takes over.
     Counters: rounds count uploads, versions never go back, staleness is the difference between now
@@ -36,6 +36,7 @@ class Checker:
         self.open: dict[int, Event] = {}  # dispatches under way
         self.training: dict[int, int] = {}  # client -> the dispatch that it trains
         self.ended: set[int] = set()
+        self.newcomers: set[int] = set()  # who has joined late and was not sent anything yet
 
     def popped(self, key: tuple[float, int, int]) -> None:
         """The queue gave out the event of this key: keys only ever grow."""
@@ -59,6 +60,8 @@ class Checker:
             self._restart(event)
         elif kind == "missed":
             self._end(event)
+        elif kind == "join":
+            self.newcomers.add(event["client"])
         self._require(event["round"] == self.round, event, f"{self.round} updates were folded")
         self.version = event["version"]
 
@@ -72,7 +75,9 @@ class Checker:
             return
         self._require(not busy, event, "the client is in training already")
         self.training[event["client"]] = number
-        self._require(len(self.training) <= self.slots, event, f"only {self.slots} slots")
+        room = len(self.training) <= self.slots or event["client"] in self.newcomers
+        self._require(room, event, f"only {self.slots} slots")
+        self.newcomers.discard(event["client"])
 
     def _restart(self, event: Event) -> None:
         number, client = event["dispatch"], event["client"]

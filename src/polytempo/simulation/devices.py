@@ -87,6 +87,21 @@ class Uniform(Devices):
         return [float(f) for f in rng(seed, "devices").uniform(self.low, self.high, clients)]
 
 
+@DEVICES.register("casa-default")
+class CasaDefault(TwoSpeed):
+    """CASA's usual scenario: 30% of the devices are five times slower."""
+
+
+@DEVICES.register("casa-a")
+class CasaA(Uniform):
+    """CASA's scenario A: factors uniform between 1 and 5."""
+
+
+@DEVICES.register("casa-b")
+class CasaB(Severe):
+    """CASA's scenario B: 30% of the devices are ten times slower."""
+
+
 @DEVICES.register("boards")
 class Boards(Devices):
     """Jetson TX2, Jetson Nano and Raspberry Pi, as measured by CASA: 1, 1.8125 and 11.625."""

@@ -31,6 +31,11 @@ class Change:
     latency: float | None = None
     for_good: bool = False  # it leaves in the middle of its training and never comes back
     version: int | None = None  # not at `time`, but when the server has changed its model so often
+    round: int | None = None  # not at `time`, but when so many updates are folded
+
+    @property
+    def timed(self) -> bool:
+        return self.version is None and self.round is None
 
 
 class Dropout(Options):
@@ -99,6 +104,32 @@ class Leave(Dropout):
         ]
 
 
+@DROPOUTS.register("join")
+class Join(Dropout):
+    """Newcomers: a `share` of the clients, chosen at random, is not there at first, and joins at
+    simulated time `at`, or when the server has folded `round` updates."""
+
+    at: Annotated[float, Field(gt=0)] | None = None
+    round: Annotated[int, Field(ge=1)] | None = None
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.2
+
+    def __post_init__(self) -> None:
+        if (self.at is None) == (self.round is None):
+            raise PolytempoError(
+                f"join needs one of at (a time) and round, got at={self.at}, round={self.round}"
+            )
+
+    def changes(self, clients: int, seed: int) -> list[Change]:
+        late = min(round(self.share * clients), clients - 1)  # somebody must begin
+        chosen = sorted(int(c) for c in rng(seed, "dropout").permutation(clients)[:late])
+        if self.at is None:
+            return [Change(math.inf, client, True, round=self.round) for client in chosen]
+        return [
+            *(Change(0.0, client, False) for client in chosen),
+            *(Change(self.at, client, True) for client in chosen),
+        ]
+
+
 @DROPOUTS.register("trace")
 class Trace(Dropout):
     """Availability from a CSV file with the columns `client,time,available` and, if wanted,
@@ -150,6 +181,17 @@ class Trace(Dropout):
                     f"0 to {clients - 1}"
                 )
         return sorted(self.rows, key=lambda change: (change.time, change.client))
+
+
+def late(changes: Sequence[Change]) -> set[int]:
+    """The clients that are not there at the beginning."""
+    absent: set[int] = set()
+    for change in changes:
+        if change.timed and change.time <= 0:
+            (absent.discard if change.available else absent.add)(change.client)
+        elif not change.timed and change.available:  # it comes with a round or a version
+            absent.add(change.client)
+    return absent
 
 
 class Timeline:

@@ -39,7 +39,7 @@ def over_clients(scores: Sequence[Score]) -> dict[str, float]:
 
 def final_accuracy(history: Sequence[Row], figure: str = "accuracy") -> float | None:
     """Mean of the last evaluations (the untrained model's does not count)."""
-    trained = [row[figure] for row in history if row["round"] > 0]
+    trained = [row[figure] for row in history if row["round"] > 0 and row[figure] is not None]
     return float(np.mean(trained[-LAST:])) if trained else None
 
 

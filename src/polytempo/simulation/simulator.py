@@ -18,7 +18,8 @@ Theory of operation
    upload answers the older dispatch.
 5. Evaluation and adaptation happen outside the clock and leave no trace in the run's state. They
    come every so many rounds; of a synchronous method, when the cohort is complete that reaches the
-   round, so that a model is not dated later than it was there.
+   round, so that a model is not dated later than it was there. Accuracies are over the clients that
+   are there or have been: a newcomer counts from when it joins.
 6. Every event goes to the observers (event log, invariant checker, progress bar) and into a
    running fingerprint: two runs with equal fingerprints did the same, bit for bit.
 """
@@ -50,9 +51,10 @@ from polytempo.core.task import Plain, Task
 from polytempo.data import Federation
 from polytempo.local import Backend, Job, Score, make_backend
 from polytempo.simulation.checks import Checker
+from polytempo.simulation.clusters import Clusters
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.diagnosis import Diagnosis
-from polytempo.simulation.dropout import Dropout, Never, Timeline
+from polytempo.simulation.dropout import Dropout, Never, Timeline, late
 from polytempo.simulation.metrics import over_clients
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
@@ -109,7 +111,9 @@ class Simulator:
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always
 
-        context = Context(self.space.read(), federation.samples, task or Task(), seed, storage)
+        tensors = [place.stop - place.start for _, place in self.space.trained]
+        initial = self.space.read()
+        context = Context(initial, federation.samples, task or Task(), seed, storage, tensors)
         if strategy.all_slots and refill is None:
             slots = clients
         elif slots is None:
@@ -127,7 +131,8 @@ class Simulator:
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
         self.changes = self.dropout.changes(clients, seed)
-        self.timeline = Timeline([c for c in self.changes if c.version is None])
+        self.timeline = Timeline([change for change in self.changes if change.timed])
+        self.late = late(self.changes)
 
         self.history: list[dict[str, Any]] = []
         self.messages = Counter(dispatch=0, upload=0, multicast=0)
@@ -138,6 +143,7 @@ class Simulator:
         self.fingerprint = ""
         self.started = False
         self.observers: list[Observer] = []
+        self.clusters = Clusters(strategy, federation.groups)
         self.checker = Checker(slots) if check else None
         self.diagnosis = Diagnosis(self, diagnose) if diagnose else None
         if self.diagnosis:
@@ -193,20 +199,15 @@ class Simulator:
 
     def _start(self) -> None:
         self.started = True
+        for index, change in enumerate(self.changes):
+            if change.timed and change.time > 0:  # for others, see `_counted`
+                self._push(change.time, CHANGE, change.client, index, 0)
+        actions = self.server.join(set(range(self.federation.clients)) - self.late)
+        self.clusters.look(0, self.time)
         self._record()
         if self.diagnosis:
             self.diagnosis.start()
-        absent = set()
-        for index, change in enumerate(self.changes):
-            if change.version is not None:
-                continue  # see `_version_changed`
-            if change.time <= 0 and not change.available:
-                absent.add(change.client)
-            elif change.time <= 0:
-                absent.discard(change.client)
-            else:
-                self._push(change.time, CHANGE, change.client, index, 0)
-        self._act(self.server.join(c for c in range(self.federation.clients) if c not in absent))
+        self._act(actions)
 
     def _step(self) -> None:
         time, priority, counter, client, index, number = heapq.heappop(self.queue)
@@ -254,8 +255,7 @@ class Simulator:
         details = {"staleness": stale.rounds, "versions": stale.versions}
         self._emit("upload", client, flight.number, **details)
         self._act(actions)
-        self._version_changed(version)
-        self._record_if_due(version)
+        self._counted(self.server.round - 1, version)
 
     def _drop(self, client: int, tell: Callable[[int], list[Action]]) -> None:
         version = self.server.version
@@ -264,27 +264,29 @@ class Simulator:
         actions = tell(client)
         self._emit("drop", client, flight.number)
         self._act(actions)
-        self._version_changed(version)
-        self._record_if_due(version)
+        self._counted(self.server.round, version)
 
-    def _version_changed(self, before: int) -> None:
-        """Who comes or goes with a version of the model does so now."""
-        now = self.server.version
+    def _counted(self, round_: int, version: int) -> None:
+        """The counters were these, and have gone up perhaps. Who comes or goes with a round, or a
+        version of the model, does so now; and evaluations are due with rounds."""
+        server = self.server
+        self.clusters.look(server.round, self.time)
         for index, change in enumerate(self.changes):
-            if change.version is not None and before < change.version <= now:
+            by_version = change.version is not None and version < change.version <= server.version
+            by_round = change.round is not None and round_ < change.round <= server.round
+            if by_version or by_round:
                 self._change(index)
-
-    def _record_if_due(self, version: int) -> None:
-        due = self.server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
-        if due and (self.server.refill != "cohort" or self.server.version > version):
+        due = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
+        if due and (server.refill != "cohort" or server.version > version):
             self._record()
 
     def _change(self, index: int) -> None:
         change = self.changes[index]
         client = change.client
         if change.available:
+            new = client not in self.server.known
             actions = self.server.join([client])
-            self._emit("return", client)
+            self._emit("join" if new and self.server.round else "return", client)
             self._act(actions)
             return
         self._emit("leave", client)
@@ -392,34 +394,43 @@ class Simulator:
 
     def _record(self) -> dict[str, Any]:
         with self._timed("evaluation"):
-            scores = self._evaluate()
+            there = self._there()
+            scores = dict(zip(there, self._evaluate(there), strict=True))
             row = {
                 "time": self.time,
                 "round": self.server.round,
                 "version": self.server.version,
-                **over_clients(scores),
+                **over_clients(list(scores.values())),
                 "accuracy_adapted": None,
                 **self.messages,
+                **self.clusters.figures(),
             }
+            if self.late:
+                new = [scores[client] for client in there if client in self.late]
+                row["accuracy_newcomers"] = over_clients(new)["accuracy"] if new else None
+            self.clusters.keep_similarity(self.server.round, self.time)
             self.history.append(row)
             self._emit("evaluate", None, accuracy=row["accuracy"], loss=row["loss"])
         if self.adapt_always and self.adapt_epochs and self.server.round:
             row["accuracy_adapted"] = self.adapted()
         return row
 
-    def _evaluate(self) -> list[Score]:
-        """The score of every client's model; only models that have changed are looked at."""
-        clients = range(self.federation.clients)
+    def _there(self) -> list[int]:
+        """The clients that are or have been there; all, if nobody has been yet."""
+        return sorted(self.server.known) or list(range(self.federation.clients))
+
+    def _evaluate(self, clients: Sequence[int]) -> list[Score]:
+        """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
             model = self.strategy.model_for(0)
             if self._evaluated is None or self._evaluated[0] is not model:
-                [scores] = self.backend.evaluate([(model, clients)])
+                [scores] = self.backend.evaluate([(model, range(self.federation.clients))])
                 self._evaluated = model, scores
-            return self._evaluated[1]
-        revisions = [self.strategy.revision(client) for client in clients]
+            return [self._evaluated[1][client] for client in clients]
+        revisions = {client: self.strategy.revision(client) for client in clients}
         changed = [
             client
-            for client, revision in enumerate(revisions)
+            for client, revision in revisions.items()
             if revision is None or self._scores.get(client, (None,))[0] != revision
         ]
         models = ((self.strategy.model_for(client), [client]) for client in changed)
@@ -435,7 +446,7 @@ class Simulator:
                 self.server.context.task, objective=Plain(), epochs=self.adapt_epochs, steps=None
             )
             scores: list[Score] = []
-            clients, together = range(self.federation.clients), 2 * self.backend.width
+            clients, together = self._there(), 2 * self.backend.width
             for begin in range(0, len(clients), together):  # n models need not be there at once
                 jobs = []
                 for client in clients[begin : begin + together]:

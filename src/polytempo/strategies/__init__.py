@@ -5,6 +5,8 @@ from polytempo.strategies.ace import ACE, ACED, ACE8bit, ACED8bit, ACEIncrementa
 from polytempo.strategies.asafl import ASAFL
 from polytempo.strategies.asgd import DelayAdaptiveASGD, VanillaASGD
 from polytempo.strategies.ca2fl import CA2FL
+from polytempo.strategies.casa import CASA, CASAC, CASAD, CASAPlus
+from polytempo.strategies.cfl import CFL, CFLAsync
 from polytempo.strategies.estimators import GRAPHS, Attention, Complement, Likeness
 from polytempo.strategies.fedac import FedAC
 from polytempo.strategies.fedamp import FedAMP, FedAMPAsync, FedAMPPACE
@@ -12,6 +14,8 @@ from polytempo.strategies.fedasync import FedAsync
 from polytempo.strategies.fedavg import FedAvg, FedProx
 from polytempo.strategies.fedbuff import FedBuff
 from polytempo.strategies.fedsac import FedSaC, FedSaCAsync, FedSaCPACE
+from polytempo.strategies.icfl import ICFL, ICFLAsync
+from polytempo.strategies.ifca import IFCA, IFCAAsync
 from polytempo.strategies.pace import PACE
 from polytempo.strategies.pfedgraph import PFedGraph, PFedGraphAsync
 from polytempo.strategies.port import PORT
@@ -22,7 +26,13 @@ __all__ = [
     "ACED",
     "ASAFL",
     "CA2FL",
+    "CASA",
+    "CASAC",
+    "CASAD",
+    "CFL",
     "GRAPHS",
+    "ICFL",
+    "IFCA",
     "PACE",
     "PORT",
     "STRATEGIES",
@@ -30,6 +40,8 @@ __all__ = [
     "ACED8bit",
     "ACEIncremental",
     "Attention",
+    "CASAPlus",
+    "CFLAsync",
     "Complement",
     "DelayAdaptiveASGD",
     "FedAC",
@@ -43,6 +55,8 @@ __all__ = [
     "FedSaC",
     "FedSaCAsync",
     "FedSaCPACE",
+    "ICFLAsync",
+    "IFCAAsync",
     "Likeness",
     "PFedGraph",
     "PFedGraphAsync",

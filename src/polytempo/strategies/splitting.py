@@ -1,0 +1,74 @@
+"""Spectral splitting: how many groups a similarity matrix falls into, and which (CASA Eq. 12-14).
+
+The eigenvalues of the normalised Laplacian `L = I - D^-1/2 A D^-1/2` are 1 minus those of the
+normalised affinity `D^-1/2 A D^-1/2`, whose largest are what is computed. Nothing here is random:
+the solver starts from a fixed vector and k-means from rows that are far apart.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from polytempo.core.bank import FloatArray, IntArray
+
+COUNT = 10  # eigenvalues that are looked at (App. A.2.3)
+DENSE = 200  # clients: of more, only the eigenvectors that are needed are computed
+
+
+class Spectrum(NamedTuple):
+    """The widest gap in the first eigenvalues of the Laplacian."""
+
+    parts: int  # R: the number of eigenvalues below the gap
+    gap: float
+    vectors: FloatArray  # [clients, at least R], of the smallest eigenvalues first
+
+
+def spectrum(similarity: FloatArray) -> Spectrum:
+    """Eq. 12 and 13. Cosines below 0 count as 0, and everybody is like himself by 1, so that
+    degrees are positive."""
+    size = len(similarity)
+    affinity = np.clip(similarity, 0.0, 1.0)
+    np.fill_diagonal(affinity, 1.0)
+    scale = 1 / np.sqrt(affinity.sum(1))
+    affinity *= scale * scale[:, None]
+    count = min(COUNT, size)
+    if size <= DENSE:
+        values, vectors = np.linalg.eigh(affinity)
+    else:
+        from scipy.sparse.linalg import eigsh
+
+        start = np.cos(np.arange(size))  # of no particular direction
+        values, vectors = eigsh(affinity, count, which="LA", v0=start, ncv=4 * count, tol=1e-3)
+    order = np.argsort(-values)[:count]
+    gaps = np.diff(1 - values[order])
+    widest = int(np.argmax(gaps))
+    return Spectrum(widest + 1, float(gaps[widest]), vectors[:, order])
+
+
+def groups(found: Spectrum) -> IntArray:
+    """Spectral clustering into `found.parts` groups: k-means of the rows of the eigenvectors,
+    scaled to length 1. Returns the group of each row; numbers go by the first member."""
+    points = found.vectors[:, : found.parts]
+    points = points / np.linalg.norm(points, axis=1, keepdims=True).clip(1e-12)
+    centres = points[:1]
+    while len(centres) < found.parts:  # the row that is least like those that are chosen
+        nearest = _distances(points, centres).min(1)
+        centres = np.vstack([centres, points[np.argmax(nearest)]])
+    labels = np.full(len(points), -1)
+    for _ in range(100):
+        before, labels = labels, np.argmin(_distances(points, centres), axis=1)
+        if np.array_equal(before, labels):
+            break
+        for k in np.unique(labels):  # a centre that nobody is near stays where it is
+            centres[k] = points[labels == k].mean(0)
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    ranks: IntArray = np.argsort(np.argsort(first))[inverse]
+    return ranks
+
+
+def _distances(points: FloatArray, centres: FloatArray) -> FloatArray:
+    """Squared, of each point from each centre."""
+    squares: FloatArray = ((points[:, None] - centres) ** 2).sum(2)
+    return squares

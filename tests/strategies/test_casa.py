@@ -1,0 +1,359 @@
+"""CASA against its paper: the decay, the buffers, the splits, newcomers, and CASA+'s masks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polytempo import Context, Server, Staleness, Task, Update
+from polytempo.core.bank import ModelBank
+from polytempo.core.errors import PolytempoError, Refused
+from polytempo.core.masks import pack
+from polytempo.strategies import CASA, STRATEGIES, CASAPlus
+from polytempo.strategies.casa import client_decay, cluster_decay, omega, usual_staleness
+from polytempo.strategies.similarity_buffer import SimilarityBuffer
+from polytempo.strategies.splitting import DENSE, groups, spectrum
+
+D = 24
+
+
+def ready(clients=8, strategy=None, **options) -> CASA:
+    casa = strategy or CASA(**options)
+    casa.setup(Context(torch.linspace(-1, 1, D), [10] * clients, Task(), seed=0))
+    return casa
+
+
+# -- Eq. 6-8 ------------------------------------------------------------------------------------
+
+
+def test_the_cluster_decay_at_points_worked_out_by_hand():
+    assert omega(0, 0.001) == 1.0
+    assert omega(1000, 0.001) == pytest.approx(2.718281828 / 2.8)
+    assert float(cluster_decay(2.0, 1.0, 100)) == pytest.approx(0.2991, abs=5e-5)  # 2 / 6.6865
+    assert float(cluster_decay(2.0, 1.0, 5)) == pytest.approx(2 / 3)  # log2 of 8
+    assert float(cluster_decay(2.0, 0.5, 13)) == pytest.approx(0.25)  # log2 of 16
+    assert float(usual_staleness(1.0, 40)) == 40.0
+    assert float(usual_staleness(0.75, 40)) == 50.0
+
+
+def test_only_what_is_staler_than_usual_is_decayed_further():
+    alpha_c, r_c = np.array(0.3), np.array(100.0)
+    assert float(client_decay(alpha_c, r_c, 0)) == 0.3
+    assert float(client_decay(alpha_c, r_c, 100)) == 0.3
+    assert float(client_decay(alpha_c, r_c, 144)) == pytest.approx(0.3 / 12)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 100_000), st.integers(0, 100_000))
+def test_the_decay_is_always_between_0_and_1(size, t, tau):
+    casa = ready()
+    casa.t = t
+    alpha_c, _, alpha_i = casa.decays(size, tau)
+    assert 0 < float(alpha_i) <= float(alpha_c) < 1
+
+
+def test_without_the_bilevel_decay_every_update_counts_alike():
+    casa = ready(strategy=STRATEGIES.create("casa-d"))
+    start = casa.model_for(0)
+    casa.fold(Update(0, 0, start + 1, 10), Staleness(500, 500))
+    torch.testing.assert_close(casa.model_for(0), start + 0.3)
+
+
+def test_without_clustering_there_is_one_cluster_and_the_decay_stays():
+    casa = ready(clients=13, strategy=STRATEGIES.create("casa-c"))
+    start = casa.model_for(0)
+    casa.fold(Update(0, 0, start + 1, 10), Staleness(0, 0))
+    alpha = 2 * (math.e / 2.8) ** 0.001 / 4  # log2 of 16
+    torch.testing.assert_close(casa.model_for(5), start + alpha)
+    for step in range(60):
+        casa.fold(Update(step % 13, 0, torch.randn(D), 10), Staleness(0, 0))
+    assert set(casa.clusters().tolist()) == {0}
+
+
+# -- the buffers (Alg. 2) -----------------------------------------------------------------------
+
+
+def buffer(clients=5, budget=3) -> SimilarityBuffer:
+    return SimilarityBuffer(clients, budget, ModelBank(budget + 1, torch.zeros(D)))
+
+
+def unit(k: int) -> torch.Tensor:
+    vector = torch.zeros(D)
+    vector[k] = 1.0
+    return vector
+
+
+UNKNOWN = np.full((5, 5), np.nan)
+ALPHAS = np.full(5, 0.3)
+ALL = np.arange(5)
+
+
+def test_a_recurring_model_is_not_buffered_again():
+    held = buffer()
+    held.offer(0, unit(0), np.array([1, 2]), UNKNOWN, ALPHAS)
+    held.clear(2)
+    held.offer(0, unit(1), np.array([1, 2]), UNKNOWN, ALPHAS)
+    assert held.cosines(1, unit(0)).tolist() == [1.0]  # the first is kept
+    assert held.cosines(2, unit(1)).tolist() == [1.0]
+    assert len(held) == 2
+    held.clear(1)
+    assert len(held) == 1  # nobody needs the first any more
+
+
+def test_nobody_is_compared_with_himself():
+    held = buffer()
+    held.offer(3, unit(0), ALL, UNKNOWN, ALPHAS)
+    assert [held.authors(client).tolist() for client in range(5)] == [[3], [3], [3], [], [3]]
+    held.offer(3, unit(1), np.array([3]), UNKNOWN, ALPHAS)
+    assert len(held) == 1
+
+
+def test_over_budget_pairs_that_are_known_go_first():
+    held, alike = buffer(budget=2), np.zeros((5, 5))
+    alike[4, 0] = alike[0, 4] = np.nan
+    held.offer(0, unit(0), np.array([4]), alike, ALPHAS)  # the only one that tells something new
+    held.offer(1, unit(1), np.array([0, 2, 3, 4]), alike, ALPHAS)
+    held.offer(2, unit(2), np.array([0, 1, 3]), alike, ALPHAS)
+    assert held.authors(4).tolist() == [0, 1]
+    assert held.authors(3).tolist() == [1]  # the model of 2 was in fewer buffers
+
+
+def test_over_budget_buffers_of_slow_clients_are_preferred():
+    held, alphas = buffer(budget=2), np.array([0.3, 0.3, 0.3, 0.3, 0.01])
+    held.offer(0, unit(0), np.array([4]), UNKNOWN, alphas)  # for a slow one
+    held.offer(1, unit(1), np.array([2, 3]), UNKNOWN, alphas)
+    held.offer(2, unit(2), np.array([0, 1, 3]), UNKNOWN, alphas)
+    assert held.authors(4).tolist() == [0]
+    assert held.authors(3).tolist() == [2]
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(0, 4), st.sets(st.integers(0, 4)), st.booleans()), max_size=40),
+)
+def test_the_budget_is_never_exceeded_and_references_are_right(budget, arrivals):
+    held = buffer(budget=budget)
+    for author, readers, clears in arrivals:
+        if clears:
+            held.clear(author)
+        held.offer(author, torch.randn(D), np.array(sorted(readers), dtype=int), UNKNOWN, ALPHAS)
+        rows = held.holds[held.holds >= 0]
+        assert len(held) == len(set(rows.tolist())) <= budget
+        assert [int((rows == row).sum()) for row in range(budget + 1)] == held.references.tolist()
+
+
+def test_models_are_buffered_for_those_that_started_at_about_the_same_time():
+    casa = ready(clients=4)
+    for client in range(4):
+        casa.anchor_for(client)
+    casa.t = 3  # three arrivals later
+    casa.anchor_for(1)
+    casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(3, 3))
+    assert [casa.buffer.authors(client).tolist() for client in range(4)] == [[], [0], [0], [0]]
+    casa.t = 9
+    casa.anchor_for(1)  # tau_1 = 0; clients 2 and 3 started 9 ago, which is r_c = 4 or more earlier
+    casa.fold(Update(1, 0, torch.randn(D), 10), Staleness(0, 0))
+    assert [casa.buffer.authors(client).tolist() for client in range(4)] == [[1], [], [0], [0]]
+
+
+def test_a_checkpoint_of_another_budget_is_refused():
+    with pytest.raises(PolytempoError, match="expected 5 and 2"):
+        buffer(budget=2).load_state_dict(buffer(budget=3).state_dict())
+
+
+# -- Eq. 12-14 ----------------------------------------------------------------------------------
+
+
+def planted(sizes, seed=0, within=0.6, noise=0.1):
+    """Four groups in random order, cosines with noise."""
+    random = np.random.default_rng(seed)
+    truth = random.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    similarity = np.where(truth[:, None] == truth, within, 0.05)
+    shake = random.normal(size=similarity.shape) * noise
+    similarity = similarity + (shake + shake.T) / 2
+    np.fill_diagonal(similarity, 1.0)
+    return truth, similarity
+
+
+def same_partition(a, b) -> bool:
+    return len(set(zip(a, b, strict=True))) == len(set(a)) == len(set(b))
+
+
+@pytest.mark.parametrize("sizes", [(20, 20, 30, 30), (3, 4, 5, 6), (60, 60, 90, 90)])
+def test_four_planted_groups_are_found_exactly(sizes):
+    truth, similarity = planted(sizes)
+    found = spectrum(similarity)
+    assert found.parts == 4
+    parts = groups(found)
+    assert same_partition(parts.tolist(), truth.tolist())
+    assert parts[0] == 0
+    assert (sum(sizes) > DENSE) == (sum(sizes) == 300)  # both solvers are tried
+
+
+def test_the_gap_is_that_of_the_laplacian():
+    """Two pairs that know nothing of each other: eigenvalues 0, 0, 1 - (1 - c) / (1 + c), ..."""
+    c = 0.6
+    similarity = np.kron(np.eye(2), [[1, c], [c, 1]])
+    found = spectrum(similarity)
+    assert found.parts == 2
+    assert found.gap == pytest.approx(1 - 0.4 / 1.6)
+
+
+def test_clients_that_are_all_alike_stay_together():
+    assert spectrum(planted((50,), within=0.5)[1]).parts == 1
+
+
+def test_no_split_while_a_pair_is_unknown():
+    truth, similarity = planted((3, 3, 4, 4))
+    casa = ready(clients=14)
+    casa.alike = similarity.copy()
+    casa.alike[2, 9] = casa.alike[9, 2] = np.nan
+    casa.cut(0)
+    assert set(casa.clusters().tolist()) == {0}
+    casa.alike = similarity.copy()
+    casa.cut(0)
+    assert same_partition(casa.clusters().tolist(), truth.tolist())
+
+
+def test_no_split_while_the_decay_is_large():
+    """alpha_c < gap^gamma: with two groups and gap 0.375, alpha_c = 2 / log2(7) = 0.71."""
+    similarity = np.kron(np.eye(2), [[1, 0.3], [0.3, 1]])  # the gap is 1 - 0.7 / 1.3 = 0.46
+    for gamma, parts in ((0.3, 2), (0.6, 1)):  # 0.46^0.3 = 0.79, 0.46^0.6 = 0.63
+        casa = ready(clients=4, gamma=gamma)
+        casa.alike = similarity.copy()
+        casa.cut(0)
+        assert len(set(casa.clusters().tolist())) == parts
+
+
+def test_parts_inherit_the_model_and_then_go_their_own_way():
+    casa = ready(clients=6)
+    casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(0, 0))
+    before = casa.model_for(0)
+    casa.alike = np.kron(np.eye(2), np.full((3, 3), 0.9))
+    np.fill_diagonal(casa.alike, 1.0)
+    casa.cut(0)
+    assert casa.clusters().tolist() == [0, 0, 0, 1, 1, 1]
+    assert torch.equal(casa.model_for(5), before)
+    revision = casa.revision(0)
+    casa.fold(Update(4, 0, torch.randn(D), 10), Staleness(0, 0))
+    assert torch.equal(casa.model_for(1), before) and casa.revision(0) == revision
+    assert not torch.equal(casa.model_for(5), before) and casa.revision(5) != revision
+
+
+# -- whole runs ---------------------------------------------------------------------------------
+
+
+def arrive(server, training, client, direction, random):
+    """The client uploads what it was handed, moved in its group's direction, with noise."""
+    dispatch = training.pop(client)
+    noise = torch.from_numpy(random.normal(size=D)).float()
+    update = dispatch.params + direction + 0.1 * noise
+    bits = {"mask": pack(torch.ones(D, dtype=torch.bool))} if dispatch.task.extras else {}
+    for action in server.receive(Update(client, dispatch.number, update, 10, bits)):
+        training[action.client] = action
+
+
+def run(strategy, clients=12, absent=(), rounds=120):
+    """Groups 0, 1, 2 by turns; clients upload in random order, all of them in training."""
+    random = np.random.default_rng(4)
+    server = Server(strategy, Context(torch.zeros(D), [10] * clients, Task(), seed=0))
+    training = {a.client: a for a in server.join(c for c in range(clients) if c not in absent)}
+    for _ in range(rounds):
+        client = int(random.choice(sorted(training)))
+        arrive(server, training, client, 2 * unit(client % 3), random)
+    return server, training, random
+
+
+@pytest.mark.parametrize("name", ["casa", "casa-d", "casa+", "casa:budget=4"])
+def test_groups_are_found_from_updates_that_arrive_one_by_one(name):
+    server, *_ = run(STRATEGIES.create(name), rounds=400)
+    truth = [client % 3 for client in range(12)]
+    assert same_partition(server.strategy.clusters().tolist(), truth)
+    assert len(server.strategy.buffer) <= server.strategy.buffer.budget
+
+
+def test_similarities_are_the_cosines_of_what_was_compared():
+    casa = ready(clients=3)
+    first, second = torch.randn(D), torch.randn(D)
+    for client in range(3):
+        casa.anchor_for(client)
+    start = casa.model_for(0)
+    casa.fold(Update(0, 0, start + first, 10), Staleness(0, 0))
+    casa.fold(Update(1, 0, start + second, 10), Staleness(1, 1))
+    a, b = first.double().numpy(), second.double().numpy()
+    expected = a @ b / math.sqrt((a @ a) * (b @ b))
+    assert casa.similarity()[0, 1] == pytest.approx(expected, abs=1e-6)
+    assert np.isnan(casa.similarity()[0, 2])
+
+
+@pytest.mark.parametrize("late", [9, 10, 11])
+def test_a_newcomer_joins_the_cluster_that_represents_it_best(late):
+    """Client `late` is of group late % 3; it is first seen when the others have long parted."""
+    server, training, random = run(CASA(founders=3.0), absent=[late], rounds=200)
+    clusters = server.strategy.clusters()
+    assert clusters[late] == -1
+    assert len(set(clusters.tolist())) == 4
+    for action in server.join([late]):
+        training[action.client] = action
+    for client in [c for c in sorted(training) if c != late]:  # others upload while it trains
+        arrive(server, training, client, 2 * unit(client % 3), random)
+    assert len(server.strategy.buffer.authors(late)) == 11  # of all clusters
+    arrive(server, training, late, 2 * unit(late % 3), random)
+    clusters = server.strategy.clusters()
+    assert clusters[late] == clusters[late % 3]
+
+
+def test_a_newcomer_with_an_empty_buffer_joins_the_most_similar_model():
+    casa = ready(clients=3)
+    casa.cluster[:] = [0, 1, -1]
+    casa.models = [casa.context.initial + unit(0), casa.context.initial + unit(1)]
+    casa.revisions = [1, 2]
+    casa.fold(Update(2, 0, casa.context.initial + 3 * unit(1) + unit(0), 10), Staleness(0, 0))
+    assert casa.clusters().tolist() == [0, 1, 1]
+
+
+def test_a_representative_is_the_sample_weighted_mean():
+    held = buffer()
+    held.offer(0, unit(0), np.array([4]), UNKNOWN, ALPHAS)
+    held.offer(1, unit(1), np.array([4]), UNKNOWN, ALPHAS)
+    mean = held.mean(4, np.array([0, 1]), np.array([30.0, 10.0]))
+    torch.testing.assert_close(mean, 0.75 * unit(0) + 0.25 * unit(1))
+
+
+# -- CASA+ --------------------------------------------------------------------------------------
+
+
+def test_the_sparsity_of_the_paper():
+    """100 clients, a staleness of 400 at the first arrival: 0.2991 - 0.2991 / 20 = 0.2841."""
+    casa = ready(clients=100, strategy=CASAPlus(s_0=0.3, r_end=1000))
+    casa.t = 1
+    assert casa.task(0).sparsity == 0.0  # it is not late
+    casa.late[0] = 400
+    assert casa.task(0).sparsity == pytest.approx(0.3 * 0.2841, abs=1e-4)
+    casa.t = 501  # half-way the cosine is 0
+    decay = (math.e / 2.8) ** 0.501
+    assert casa.task(0).sparsity == pytest.approx(0.15 * 0.2841 * decay, abs=1e-4)
+    casa.t = 1001
+    assert casa.task(0).sparsity == pytest.approx(0, abs=1e-12)
+    casa.t = 2001  # and does not come back
+    assert casa.task(0).sparsity == pytest.approx(0, abs=1e-12)
+
+
+def test_only_unmasked_parameters_are_mixed():
+    casa = ready(strategy=CASAPlus())
+    start, mask = casa.model_for(0), torch.arange(D) % 3 > 0
+    update = Update(0, 0, start + 1, 10, {"mask": pack(mask)})
+    casa.fold(update, Staleness(0, 0))
+    moved = casa.model_for(0) != start
+    assert torch.equal(moved, mask)
+
+
+def test_a_mask_of_the_wrong_size_is_refused_and_leaves_no_trace():
+    server = Server(CASAPlus(), Context(torch.zeros(D), [10] * 3, Task(), seed=0))
+    actions = server.join(range(3))
+    bits = {"mask": torch.zeros(1, D // 8 + 1, dtype=torch.uint8)}
+    with pytest.raises(Refused, match="a bit for each of 24 parameters"):
+        server.receive(Update(actions[0].client, actions[0].number, torch.ones(D), 10, bits))
+    assert server.strategy.t == 0 and server.round == 0
