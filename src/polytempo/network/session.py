@@ -1,4 +1,4 @@
-"""A Zenoh session for one peer: named addresses, no multicast, mutual TLS if there are certificates.
+"""A Zenoh session for one peer: named addresses, no multicast, mutual TLS with certificates.
 
 Zenoh's defaults listen on every interface and look for others by multicast. Here a peer listens
 where it was told to, knows a few seeds, and hears of the rest from them (gossip).
