@@ -10,29 +10,11 @@ import pytest
 import zenoh
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from nearby import free_ports, wait_until
 
 from polytempo.core.errors import PolytempoError
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.session import Address, Certificates, open_session, settings
-
-PATIENCE = 20.0
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def wait_until(true):
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +71,7 @@ def test_a_folder_keeps_its_authority_and_its_certificates(tmp_path):
 def test_a_foreign_authority_in_the_folder_is_said(tmp_path):
     (tmp_path / "ca.pem").write_text("nonsense")
     (tmp_path / "ca.key").write_text("nonsense")
-    with pytest.raises(PolytempoError, match="authority .* cannot be read"):
+    with pytest.raises(PolytempoError, match=r"authority .* cannot be read"):
         make_certificates(tmp_path, {"ann": LOCAL})
 
 
@@ -123,7 +105,7 @@ def test_certificates_and_addresses_must_fit(ours):
         settings(Address(["tcp/127.0.0.1:7447"], [], files(ours, "ann")))
     with pytest.raises(PolytempoError, match=r"tcp/HOST:PORT"):
         settings(Address(["tcp/127.0.0.1:7447"], ["tls/127.0.0.1:7448"]))
-    with pytest.raises(PolytempoError, match="there is no file .*nobody.pem"):
+    with pytest.raises(PolytempoError, match=r"there is no file .*nobody.pem"):
         settings(Address(["tls/127.0.0.1:7447"], [], files(ours, "nobody")))
     with pytest.raises(PolytempoError, match="needs an address"):
         settings(Address([]))

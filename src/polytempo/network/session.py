@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +66,15 @@ def open_session(address: Address) -> zenoh.Session:
             f"cannot listen on {', '.join(address.listen)} ({reason}); choose a free port of an "
             "address of this machine with --listen, and certificates that fit each other"
         ) from error
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def settings(address: Address) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What travels between peers, and the check of everything that comes in.
 
-A message is a header in JSON and, for an exchange, the model as safetensors: nothing that could run.
-Whatever does not fit (another protocol, run or model, wrong sizes, numbers that are not finite) is
-`Refused`, and nothing has happened.
+A message is a header in JSON and, for an exchange, the model as safetensors: nothing that could be
+run. Whatever does not fit (another protocol, run or model, wrong sizes, numbers that are not
+finite) is `Refused`, and nothing has happened.
 
 Names in a run, as Zenoh keys:
 
@@ -30,10 +30,9 @@ from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.parameters import ParameterSpace
 from polytempo.peers import Identity, Snapshot, Token
 
-PROTOCOL = 1
 MOST_HEADER = 2_048  # bytes
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-_NAMES = re.compile(_NAME)
+_NAMES, _NUMBERS = re.compile(_NAME), re.compile(r"[0-9]{1,15}")
 Name = Annotated[str, Field(pattern=f"^{_NAME}$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -46,6 +45,10 @@ def check_name(what: str, name: str) -> str:
             "underscores, a letter or digit first"
         )
     return name
+
+
+def _are_good(peer: str, *numbers: str) -> bool:
+    return bool(_NAMES.fullmatch(peer)) and all(map(_NUMBERS.fullmatch, numbers))
 
 
 class Header(BaseModel):
@@ -87,19 +90,13 @@ class Wire:
     def key(self, kind: str, *parts: str | int) -> str:
         return "/".join(["polytempo", self.run, kind, *map(str, parts)])
 
-    def parse(self, key: str) -> tuple[str, Identity | Token]:
-        """The kind of a presence token's key, and whose it is."""
-        parts = key.split("/")
-        try:
-            kind, peer, *numbers = parts[2:]
-            counted = [int(number) for number in numbers]
-            if _NAMES.fullmatch(peer) and min(counted) >= 0:
-                if kind == "peer":
-                    return kind, Identity(peer, *counted)
-                if kind == "ticket":
-                    return kind, Token(peer, *counted)
-        except (ValueError, TypeError):
-            pass  # said below, with all other keys that are none of ours
+    def parse(self, key: str) -> Identity | Token:
+        """Who lives, or who is pending, by the key of a presence token."""
+        match key.split("/")[2:]:
+            case ["peer", peer, incarnation] if _are_good(peer, incarnation):
+                return Identity(peer, int(incarnation))
+            case ["ticket", peer, incarnation, ticket] if _are_good(peer, incarnation, ticket):
+                return Token(peer, int(incarnation), int(ticket))
         raise Refused(f"the presence token {key!r} has no name that a peer would give it")
 
     def write(
@@ -107,12 +104,12 @@ class Wire:
     ) -> tuple[bytes, bytes]:
         """Header and payload."""
         header = Header(
-            protocol=PROTOCOL,
+            protocol=1,
             run=self.run,
             model=self.model,
             by=by.peer,
             incarnation=by.incarnation,
-            token=tuple(token),
+            token=(token.peer, token.incarnation, token.ticket),
             progress=None if snapshot is None else float(snapshot.progress),
             iteration=None if snapshot is None else snapshot.iteration,
         )
