@@ -107,7 +107,9 @@ class Driver:
                 time.sleep(plan.pause)
             link.leave()
             self._fuse(link)
-        self._evaluate()
+        last = self.history[-1]
+        if (last["iteration"], last["fusions"]) != (learner.iteration, self.figures["fusions"]):
+            self._evaluate()
         self._save()
         complete = learner.finished or self._spent()
         folder.record("stopped", complete=complete)
@@ -127,13 +129,11 @@ class Driver:
         return budget is not None and self.figures["messages"] >= budget
 
     def _fuse(self, link: Link) -> None:
-        found = link.take_fusions()
-        if not found:
-            return
-        learner, snapshots = self.learner, [fusion.snapshot for fusion in found]
-        learner.fuse(self.plan.fusion.fuse(learner.params, snapshots, learner.progress))
-        self.fusions += len(found)
-        for fusion in found:
+        """Mix what has come in into the weights of this moment."""
+        learner, rule = self.learner, self.plan.fusion
+        for fusion, shown in link.take_fusions():
+            learner.fuse(rule.fuse(learner.params, [fusion.snapshot], shown))
+            self.fusions += 1
             side = "owner" if fusion.token.peer == self.folder.peer else "claimer"
             partner = list(fusion.partner)
             self.folder.record("fused", token=list(fusion.token), side=side, partner=partner)

@@ -8,7 +8,6 @@ events.jsonl         one event a line, of all incarnations
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import State
-from polytempo.storage import load_state, save_state
+from polytempo.storage import load_state, replace_text, save_state
 
 STATE, EVENTS, INCARNATION = "state.safetensors", "events.jsonl", "incarnation.json"
 
@@ -56,12 +55,7 @@ class Folder:
                 "choose another --out"
             )
         now = max(last + 1, int(1000 * time.time()))
-        partial = file.with_name(file.name + ".partial")
-        with partial.open("w") as stream:
-            json.dump({"peer": self.peer, "incarnation": now}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, file)
+        replace_text(file, json.dumps({"peer": self.peer, "incarnation": now}) + "\n")
         return now
 
     def record(self, event: str, **what: Any) -> None:
