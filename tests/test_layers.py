@@ -12,8 +12,9 @@ ALLOWED = {
     "data": {"core"},
     "models": {"core"},
     "local": {"core", "data"},
-    "strategies": {"core"},
-    "simulation": {"core", "data", "models", "local", "strategies"},
+    "peers": {"core"},
+    "strategies": {"core", "peers"},
+    "simulation": {"core", "data", "models", "local", "strategies", "peers"},
     "report": {"core"},
     "experiments": {
         *("core", "data", "models", "local", "strategies", "simulation", "report", "storage")

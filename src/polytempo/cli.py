@@ -41,8 +41,8 @@ from polytempo.experiments.result import RunResult, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
 from polytempo.local.processes import cores
 from polytempo.report import plot_labels
-from polytempo.simulation import Simulator
-from polytempo.simulation.simulator import Observer
+from polytempo.simulation import Engine
+from polytempo.simulation.engine import Observer
 from polytempo.strategies import STRATEGIES
 
 
@@ -547,9 +547,13 @@ def _show(result: RunResult, folder: Path) -> None:
         "accuracy, as handed": f"{percent(summary['accuracy'])} (best "
         f"{percent(summary['accuracy_best'])}, worst tenth {percent(summary['accuracy_worst10'])})",
         "accuracy, adapted": percent(summary["accuracy_adapted"]),
-        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} updates",
+        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} "
+        + ("local rounds" if "exchange" in sent else "updates"),
         "staleness": f"{summary['staleness_mean']:.1f} updates on average",
-        "messages": f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
+        "messages": f"{sent['exchange']} models exchanged, {sent['claim']} claims, "
+        f"{sent['announce']} announcements"
+        if "exchange" in sent
+        else f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
         f"{sent['multicast']} multicast",
         "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
         f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}",
@@ -641,14 +645,14 @@ def _progress(quiet: bool) -> Iterator[Progress]:
 def _watch(progress: Progress, label: str) -> Attach:
     """A progress bar with rounds, simulated time and the latest accuracy."""
 
-    def attach(simulator: Simulator, rounds: int) -> Observer:
+    def attach(simulator: Engine, rounds: int) -> Observer:
         bar = progress.add_task(label, total=rounds, state="")
         progress.start()
 
         def observe(event: dict[str, Any] | None = None) -> None:
             accuracy = simulator.history[-1]["accuracy"] if simulator.history else None
             state = f"t={simulator.time:,.1f}s  accuracy {percent(accuracy)}"
-            progress.update(bar, completed=simulator.server.round, state=state)
+            progress.update(bar, completed=simulator.round, state=state)
 
         observe()
         return observe

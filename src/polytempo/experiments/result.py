@@ -26,8 +26,8 @@ from polytempo.report import (
     plot_staleness,
     write_html,
 )
-from polytempo.simulation import Simulator
-from polytempo.simulation.metrics import convergence_time, final_accuracy, time_to
+from polytempo.simulation import Engine
+from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
 
 GRAPH_CLIENTS = (
     2_000  # the graph of more clients is not drawn: it is dense, and nobody could see it
@@ -41,7 +41,7 @@ class RunResult:
 
     summary: dict[str, Any]
     history: list[dict[str, Any]]
-    simulator: Simulator | None = field(default=None, repr=False)  # None when read from a folder
+    simulator: Engine | None = field(default=None, repr=False)  # None when read from a folder
     interrupted: bool = False  # the user asked to stop, perhaps just after the end
 
     @property
@@ -72,7 +72,7 @@ class RunResult:
         return Curve(
             time=[row["time"] for row in self.history],
             rounds=[row["round"] for row in self.history],
-            messages=[row["dispatch"] + row["upload"] + row["multicast"] for row in self.history],
+            messages=[models_sent(row) for row in self.history],
             accuracy=[row[figure] for row in self.history],
             adapted=self.accuracy_adapted if figure == "accuracy" else None,
             final=final_accuracy(self.history, figure),
@@ -93,13 +93,13 @@ class RunResult:
 
 
 def summarise(
-    simulator: Simulator, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
+    simulator: Engine, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
 ) -> RunResult:
     """The figures of a run as it stands."""
     history = simulator.history
     last = history[-1]
     sent = simulator.messages
-    arrivals = max(1, simulator.server.round)
+    arrivals = max(1, simulator.round)
     return RunResult(
         {
             "strategy": strategy["name"],
@@ -116,7 +116,7 @@ def summarise(
             "simulated_time": simulator.time,
             "time_to": {str(target): time_to(history, target) for target in TARGETS},
             "convergence_time": convergence_time(history),
-            "arrivals": simulator.server.round,
+            "arrivals": simulator.round,
             "messages": {
                 **sent,
                 **{f"{kind}_bytes": size for kind, size in simulator.bytes.items()},
@@ -138,7 +138,7 @@ def summarise(
     )
 
 
-def _diagnosis(simulator: Simulator) -> dict[str, Any] | None:
+def _diagnosis(simulator: Engine) -> dict[str, Any] | None:
     """Means over the measurements of the squared errors, and the clients' shares of influence."""
     found = simulator.diagnosis
     if found is None or not found.rows:
@@ -212,7 +212,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         "worst 10%": percent(summary["accuracy_worst10"]),
         "simulated time": f"{summary['simulated_time']:.1f} s",
         "mean staleness": f"{summary['staleness_mean']:.1f}",
-        "messages": str(sum(summary["messages"][k] for k in ("dispatch", "upload", "multicast"))),
+        "messages": str(models_sent(summary["messages"])),
     }
 
 

@@ -18,7 +18,7 @@ AXES = {
     "time": "simulated time (s)",
     "rounds": "arrivals",
     "versions": "server steps",
-    "messages": "messages",
+    "messages": "models sent",
 }
 
 

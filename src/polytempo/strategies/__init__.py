@@ -12,6 +12,8 @@ from polytempo.strategies.fedasync import FedAsync
 from polytempo.strategies.fedavg import FedAvg, FedProx
 from polytempo.strategies.fedbuff import FedBuff
 from polytempo.strategies.fedsac import FedSaC, FedSaCAsync, FedSaCPACE
+from polytempo.strategies.fedsgd import FedSGD
+from polytempo.strategies.p2p import P2P
 from polytempo.strategies.pace import PACE
 from polytempo.strategies.pfedgraph import PFedGraph, PFedGraphAsync
 from polytempo.strategies.port import PORT
@@ -23,6 +25,7 @@ __all__ = [
     "ASAFL",
     "CA2FL",
     "GRAPHS",
+    "P2P",
     "PACE",
     "PORT",
     "STRATEGIES",
@@ -40,6 +43,7 @@ __all__ = [
     "FedAvg",
     "FedBuff",
     "FedProx",
+    "FedSGD",
     "FedSaC",
     "FedSaCAsync",
     "FedSaCPACE",
