@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from polytempo.cli_peers import register as register_peers
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.registry import Options
 from polytempo.data import available
@@ -449,7 +450,7 @@ def data_command(
 def bench_command(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="What to measure: lenet mlp textcnn server scale \\[all]."),
+        typer.Argument(help="What to measure: lenet mlp textcnn server scale exchange \\[all]."),
     ] = None,
     *,
     workers: Annotated[int | None, typer.Option(help="Worker processes \\[processors].")] = None,
@@ -487,6 +488,9 @@ def bench_command(
         output.print_json(data=found)
     else:
         _show_bench(found)
+
+
+register_peers(app, with_settings, output, notes)
 
 
 # -- showing --------------------------------------------------------------------------------------
@@ -604,7 +608,16 @@ def _show_bench(found: dict[str, Any]) -> None:
         }
         for row in found["scale"]
     ]
-    for table in (rows, server, scale):
+    exchange = [
+        {
+            "pairing of two peers": f"{row['megabytes']:.2f} MB" + ", TLS" * row["tls"],
+            "median": f"{row['median_ms']:,.1f} ms",
+            "worst": f"{row['worst_ms']:,.1f} ms",
+            "both ways": f"{row['mb_per_s']:,.0f} MB/s",
+        }
+        for row in found["exchange"]
+    ]
+    for table in (rows, server, scale, exchange):
         if table:
             _print_table(table)
 

@@ -14,8 +14,9 @@ from polytempo.bench.machine import machine
 from polytempo.bench.scale import CLIENTS, measure_scale
 from polytempo.bench.server import SIZES, measure_server
 from polytempo.bench.training import measure_training
+from polytempo.network.session import require_network
 
-PARTS = (*CASES, "server", "scale")
+PARTS = (*CASES, "server", "scale", "exchange")
 
 
 def run_bench(
@@ -31,6 +32,8 @@ def run_bench(
     `quick`: fewer updates and smaller sizes, for a first look; the figures are rougher, and those
     of training contain more evaluation.
     """
+    if "exchange" in parts:
+        require_network()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,6 +46,7 @@ def run_bench(
             "training": [],
             "server": [],
             "scale": [],
+            "exchange": [],
         }
         for name in (part for part in parts if part in CASES):
             for strategy in CASES[name].strategies:
@@ -60,6 +64,14 @@ def run_bench(
             if not quick or clients <= 1_000:
                 watch(f"{clients} clients")
                 found["scale"].append(measure_scale(clients, workers=workers))
+        if "exchange" in parts:
+            from polytempo.bench.exchange import PARAMETERS, measure_exchange
+
+            for parameters in PARAMETERS:
+                for tls in (False, True):
+                    watch(f"exchange of {4e-6 * parameters:.2g} MB" + " with TLS" * tls)
+                    times = 5 if quick else 20
+                    found["exchange"].append(measure_exchange(parameters, tls=tls, repeats=times))
         return found
     finally:
         torch.set_num_threads(threads)
