@@ -458,7 +458,8 @@ class Explorer:
                         targets.append(numbers[then])
             if not moved:
                 self.quiet += 1
-                note(number, ("quiet",), self.judge(world))
+                note(number, ("quiet",), self.judge(world) + self._found)
+                self._found = []
         self.worlds = len(numbers)
         if cyclic(sources, targets, self.worlds):
             self.violations["a history that never becomes quiet"] += 1
