@@ -423,9 +423,9 @@ class Explorer:
             for kind in kinds:
                 self.violations[kind] += 1
                 if kind not in self.examples:
-                    history = [label]
-                    while number:
-                        number, before = came_from[number]
+                    history, at = [label], number
+                    while at:
+                        at, before = came_from[at]
                         history.insert(0, before)
                     self.examples[kind] = [str(event) for event in history]
 

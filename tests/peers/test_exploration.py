@@ -136,3 +136,4 @@ def test_the_explorer_sees_a_machine_that_breaks_a_rule(broken, count, budget, k
 
     found = Explorer(make, count, budget, shortcut=True).run(limit=4_000)
     assert kind in found.violations, found.violations
+    assert all("boundary" in history[0] for history in found.examples.values())
