@@ -23,10 +23,11 @@ from polytempo.report import (
     plot_accuracy,
     plot_diagnosis,
     plot_graph,
+    plot_peers,
     plot_staleness,
     write_html,
 )
-from polytempo.simulation import Engine
+from polytempo.simulation import Engine, PeerSimulator
 from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
 
 GRAPH_CLIENTS = (
@@ -128,6 +129,7 @@ def summarise(
             "backend": simulator.backend.name,
             "trained_in_vain": simulator.backend.wasted,
             "diagnosis": _diagnosis(simulator),
+            "peers": simulator.peers() if isinstance(simulator, PeerSimulator) else None,
             "peak_rss_mb": (peak_memory() + simulator.backend.worker_memory) / 2**20 or None,
             "fingerprint": simulator.fingerprint,
             "version": version("polytempo"),
@@ -160,6 +162,8 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     diagnosis = result.simulator.diagnosis if result.simulator else None
     if diagnosis and diagnosis.rows:
         write_table(folder / "diagnosis.csv", diagnosis.rows)
+    if isinstance(result.simulator, PeerSimulator):
+        write_table(folder / "peers.csv", result.simulator.each)
     if not can_plot():
         return
     images = _plots(folder, result)
@@ -189,6 +193,9 @@ def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
     simulator = result.simulator
+    if isinstance(simulator, PeerSimulator):
+        path = plot_peers(simulator.each, simulator.factors, folder / "peers.png")
+        images.append(("Each peer's accuracy", path))
     diagnosis = simulator.diagnosis if simulator else None
     if diagnosis and diagnosis.rows:
         path = folder / "diagnosis.png"

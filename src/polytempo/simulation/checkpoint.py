@@ -172,7 +172,7 @@ def _dispatch(found: dict[str, Any]) -> Dispatch:
 
 # -- peers --------------------------------------------------------------------------------------
 
-COUNTS = ("incarnations", "answers", "local_rounds", "pairings", "shown")  # numbers and lists
+COUNTS = ("incarnations", "answers", "local_rounds", "pairings", "shown", "each", "effects")
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (

@@ -96,7 +96,7 @@ class Engine:
         self.time = 0.0
         self.queue: list[tuple[float, int, int, int, int, int]] = []  # key; client, two numbers
         self.counter = 0
-        self.budget = math.inf  # models that may be sent
+        self.limit, self.budget = math.inf, math.inf  # rounds, and models that may be sent
         self.history: list[dict[str, Any]] = []
         self.messages = Counter(dispatch=0, upload=0, multicast=0)
         self.bytes = Counter(self.messages)
@@ -140,8 +140,8 @@ class Engine:
         return models_sent(self.messages)
 
     def is_over(self) -> bool:
-        """Whether the budget of messages is spent."""
-        return self.sent >= self.budget
+        """Whether the rounds are done, or the budget of messages is spent."""
+        return self.round >= self.limit or self.sent >= self.budget
 
     def run(
         self,
@@ -155,24 +155,23 @@ class Engine:
         """Go on until `rounds` trainings are done (in total), what is served has changed `versions`
         times, `messages` models have been sent, the clock passes `until`, nobody is left, or
         `stop()` says so between two events. Returns False in that last case."""
-        self.budget = messages
+        self.limit, self.budget = rounds, messages
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums in one order: same seed, same bits
         try:
             with self.backend:
-                return self._run(rounds, versions, until, stop)
+                return self._run(versions, until, stop)
         finally:
             torch.set_num_threads(threads)
 
-    def _run(self, rounds: int, versions: float, until: float, stop: Callable[[], bool]) -> bool:
+    def _run(self, versions: float, until: float, stop: Callable[[], bool]) -> bool:
         with self._timed("total"):
             if not self.started:
                 self._start()
             self._go_on()
         while (
-            self.round < rounds
+            not self.is_over()
             and self.version < versions
-            and not self.is_over()
             and self.queue
             and self.queue[0][0] <= until
         ):

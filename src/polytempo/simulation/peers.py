@@ -16,16 +16,18 @@ Theory of operation
 4. A peer that is away is dead to the others. When it comes back it has its weights, momentum and
    place in the schedule, begins its local round anew, and is a new incarnation.
 5. Models sent are counted when they are sent: two for each pairing. No pairing is begun that the
-   budget cannot pay; the run ends with the one that spends it.
+   budget cannot pay; the run ends with the one that spends it, and what its two peers have then
+   received and not yet fused is lost.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
@@ -110,6 +112,8 @@ class PeerSimulator(Engine):
         self.shown: dict[str, float] = {}  # by client and ticket: the progress sent to the partner
         self.answers = 0  # models that are still to be sent, in pairings under way
         self.local_rounds = self.pairings = 0
+        self.each: list[dict[str, float]] = []  # a row for each peer and evaluation
+        self.effects: list[list[float]] = [[] for _ in range(clients)]  # of fusions on accuracy
         self.checker = PeerChecker() if check else None
 
     @property
@@ -121,9 +125,14 @@ class PeerSimulator(Engine):
         return self.pairings
 
     def is_over(self) -> bool:
-        spent = self.sent + 2 > self.budget and not self.answers
-        return spent or all(
-            learner.finished or client in self.lost for client, learner in enumerate(self.learners)
+        """Whether the rounds are done; or no pairing can be paid any more, or everybody has reached
+        the target, and no model is on its way."""
+        spent = self.sent + self.answers + 2 > self.budget
+        done = all(each.finished or each.peer in self.lost for each in self.learners)
+        if self.round >= self.limit and not done:
+            return True
+        return (spent or done) and not any(
+            isinstance(what, Snapshot) for post in self.posts.values() for what in post.arguments
         )
 
     # -- what happens --------------------------------------------------------------------------
@@ -239,8 +248,12 @@ class PeerSimulator(Engine):
             for fusion in self.machines[client].take_fusions():
                 own = self.shown.pop(_key(client, fusion.token))
                 [weight] = rule.weights(own, [fusion.snapshot.progress])
-                learner.fuse(rule.fuse(learner.params, [fusion.snapshot], own))
-                self.strategy.models[client] = learner.params
+                fused = rule.fuse(learner.params, [fusion.snapshot], own)
+                if self.strategy.score_fusions:
+                    before, after = self._score([client, client], [learner.params, fused])
+                    self.effects[client].append((after.correct - before.correct) / after.total)
+                learner.fuse(fused)
+                self.strategy.models[client] = fused
                 partner, ticket = int(fusion.partner.peer), _name(fusion.token)
                 self._emit("fuse", client, ticket=ticket, partner=partner, weight=weight)
 
@@ -337,10 +350,19 @@ class PeerSimulator(Engine):
     # -- looking at it -------------------------------------------------------------------------
 
     def _evaluate(self) -> list[Score]:
-        if not self.strategy.common_test:
-            return super()._evaluate()
-        everybody = range(self.federation.clients)
-        found = self.backend.evaluate((model, everybody) for model in self.strategy.models)
+        scores = self._score(range(self.federation.clients), self.strategy.models)
+        for client, score in enumerate(scores):
+            iteration = self.learners[client].iteration
+            accuracy = score.correct / max(1, score.total)
+            row = {"time": self.time, "peer": client, "iteration": iteration, "accuracy": accuracy}
+            self.each.append(row)
+        return scores
+
+    def _score(self, clients: Sequence[int], models: Sequence[Tensor]) -> list[Score]:
+        """The models of these clients, on their own test samples or on those of all."""
+        everybody, common = range(self.federation.clients), self.strategy.common_test
+        pairs = zip(clients, models, strict=True)
+        found = self.backend.evaluate((m, everybody if common else [c]) for c, m in pairs)
         return [
             Score(
                 sum(score.correct for score in scores),
@@ -348,6 +370,23 @@ class PeerSimulator(Engine):
                 sum(score.loss for score in scores),
             )
             for scores in found
+        ]
+
+    def peers(self) -> list[dict[str, Any]]:
+        """Each peer as it stands: its speed, how far it has come, how good it is, and the mean
+        effect that a fusion has had on its accuracy."""
+        last = self.each[-self.federation.clients :]
+        return [
+            {
+                "peer": client,
+                "factor": self.factors[client],
+                "iterations": learner.iteration,
+                "accuracy": last[client]["accuracy"],
+                "fusion_effect": sum(effects) / len(effects) if effects else None,
+            }
+            for client, (learner, effects) in enumerate(
+                zip(self.learners, self.effects, strict=True)
+            )
         ]
 
 

@@ -222,7 +222,7 @@ class Simulator(Engine):
             if isinstance(action, Stop):
                 self._emit("urgent", client, action.number)
                 self._post(STOP, action, 0.0)
-            elif self.is_over():
+            elif self.sent >= self.budget:
                 return  # the run ends here
             elif action.preempt:
                 self._count("multicast", action.nbytes)

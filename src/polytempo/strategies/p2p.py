@@ -30,7 +30,8 @@ class P2P(Strategy):
     None: what it takes for the run's rounds, shared equally. At each of the `milestones`, shares of
     the target, the learning rate is multiplied by `gamma`. A peer that has reached its target takes
     part no more. `common_test`: every peer is tested on the test samples of all (the paper), not
-    only on its own; slower, and of use where all hold data of one kind.
+    only on its own; slower, and of use where all hold data of one kind. `score_fusions`: test each
+    model just before and just after a fusion too (slow): what fusions do to whom.
 
     A round is a local round of one peer, and a version a pairing. Slots have no meaning: all peers
     train all the time.
@@ -56,6 +57,7 @@ class P2P(Strategy):
     milestones: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.75)
     gamma: Annotated[float, Field(gt=0)] = 0.1
     common_test: bool = False
+    score_fusions: bool = False
 
     def setup(self, context: Context) -> None:
         super().setup(context)
