@@ -26,10 +26,11 @@ class Place:
         return Wire(run, ParameterSpace(nn.Linear(self.size - 1, 1)))
 
     def enter(self, name, decision="always", incarnation=1, connect=0, **options):
-        """A peer that listens on the next port and calls the first, and what it recorded."""
+        """A peer that listens on the next port and calls another (the first, unless it is said
+        otherwise), and what it recorded."""
         where = [f"tcp/127.0.0.1:{port}" for port in self.ports]
         number = len(self.links)
-        address = Address([where[number]], [where[connect]] if number else [])
+        address = Address([where[number]], [where[connect]] if number != connect else [])
         peer = Peer(name, incarnation, DECISIONS.create(decision), peers=2, **options)
         events = []
         link = Link(peer, self.wire(), address, lambda event, **what: events.append((event, what)))

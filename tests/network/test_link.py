@@ -48,6 +48,12 @@ def test_a_latecomer_sees_who_is_pending_and_who_lives(place, vector):
     wait_until(lambda: late.present == {"ann": 1})
 
 
+def test_a_seed_may_come_later_than_those_who_call_it(place):
+    early = place.enter("early", connect=1)
+    place.enter("seed", connect=1)
+    wait_until(lambda: early.present == {"seed": 1})
+
+
 def test_gossip_brings_peers_together_that_know_a_third_only(place):
     first, second, third = (place.enter(name) for name in ("first", "second", "third"))
     for link in (first, second, third):

@@ -96,7 +96,7 @@ def settings(address: Address) -> dict[str, Any]:
         "listen/exit_on_failure": True,
         "connect/endpoints": list(address.connect),
         "connect/exit_on_failure": False,
-        "connect/timeout_ms": 0,  # do not wait for the seeds: call them in the background
+        "connect/timeout_ms": -1,  # call for ever, in the background (0 would be: once)
         "connect/retry": {
             "period_init_ms": 200,
             "period_max_ms": 2_000,
