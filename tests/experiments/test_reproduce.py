@@ -21,7 +21,12 @@ from polytempo.models import MODELS
 PACKAGE = Path(polytempo.__file__).parent
 TABLES = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4"]  # of PACE
 ACE = ["fig2", "fig3", "figa2", "figa3", "table2"]
-ALL = [*(f"ace/{name}" for name in ACE), *(f"pace/{name}" for name in TABLES)]
+P2P = ["fastslow", "table1"]
+ALL = [
+    *(f"ace/{name}" for name in ACE),
+    *(f"p2p/{name}" for name in P2P),
+    *(f"pace/{name}" for name in TABLES),
+]
 
 COMMON = """
 title = "A paper"
