@@ -81,7 +81,7 @@ class RunConfig(BaseModel):
         description="batch-norm statistics: share (travel with the model) or reset (start afresh)",
     )
     rounds: Annotated[int, Field(ge=1)] = Field(
-        400, description="updates that the server folds in before the run ends"
+        400, description="updates that the server folds in before the run ends (p2p: local rounds)"
     )
     versions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="end the run when the server has changed its model so often, if earlier"
