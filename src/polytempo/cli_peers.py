@@ -91,6 +91,11 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
         if len(files) not in (0, 3):
             raise PolytempoError("mutual TLS needs all of --ca, --cert and --key")
         certificates = Certificates(*files) if files else None
+        if certificates is None and not all(map(is_local, listen)):
+            notes.print(
+                "[yellow]no certificates[/]: whoever reaches this address can take part, and read "
+                "the models; see `polytempo certs`"
+            )
 
         def say(event: dict[str, Any]) -> None:
             if as_json:
@@ -208,6 +213,11 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
 def _settings(config: Path | None, settings: dict[str, Any]) -> RunConfig:
     given = {**(read_config(config) if config else {}), **settings}
     return make_config({"strategy": "p2p", **given}, "peer")
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether nobody but this machine can reach the address."""
+    return endpoint.partition("/")[2].rpartition(":")[0] in ("127.0.0.1", "[::1]", "localhost")
 
 
 def in_words(event: dict[str, Any]) -> str | None:

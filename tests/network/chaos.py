@@ -132,44 +132,53 @@ def torment(folder: Path, peers: int, seconds: float, seed: int = 0) -> float:
             "seed": seed,
         }
     )
-    options = ["--save-every", "20", "--pause", "0.02"]
+    options = ["--save-every", "20", "--pause", "0.1"]
     group, draws = Group(config, folder, options=options), rng(seed, "chaos")
-    for number in range(peers):
+    started: dict[str, float] = {}
+
+    def start(number: int) -> None:
+        started[group.names[number]] = time.time()
         group.start(number)
-    wait_until_all_train(group, folder)
-    begin, kills = time.time(), 0
-    while time.time() < begin + seconds:
-        time.sleep(float(draws.uniform(1, 3)))
-        number = int(draws.integers(peers))
-        process = group.processes[group.names[number]]
-        process.kill()
-        process.wait()
-        kills += 1
-        time.sleep(float(draws.uniform(0, 1)))
-        group.start(number)
-    wait_until_all_train(group, folder)
-    time.sleep(LAST_SECONDS)
-    end = time.time()
-    group.stop()
-    group.wait()
+
+    def training() -> list[int]:
+        """Those whose present process has saved something."""
+        logs = read(folder)
+        return [
+            number
+            for number, name in enumerate(group.names)
+            if any(e["event"] == "saved" and e["time"] > started[name] for e in logs.get(name, ()))
+        ]
+
+    def wait_until_all_train() -> None:
+        while len(training()) < peers:
+            if any(process.poll() is not None for process in group.processes.values()):
+                raise SystemExit(f"a peer did not start; see {folder}/*.log")
+            time.sleep(0.5)
+
+    kills = 0
+    try:
+        for number in range(peers):
+            start(number)
+        wait_until_all_train()
+        begin = time.time()
+        while time.time() < begin + seconds:
+            time.sleep(float(draws.uniform(1, 3)))
+            alive = training()
+            if len(alive) > 3:  # a start takes long on a small machine
+                number = alive[int(draws.integers(len(alive)))]
+                process = group.processes[group.names[number]]
+                process.kill()
+                process.wait()
+                kills += 1
+                start(number)
+        wait_until_all_train()
+        time.sleep(LAST_SECONDS)
+        end = time.time()
+    finally:
+        group.stop()
+        group.wait()
     sys.stderr.write(f"{kills} kills in {seconds:.0f} s\n")
     return end
-
-
-def wait_until_all_train(group: Group, folder: Path) -> None:
-    """Until the present incarnation of each has saved something."""
-    time.sleep(1)
-    while True:
-        logs = [log for log in read(folder).values() if log]
-        alive = [[e for e in log if e["incarnation"] == log[-1]["incarnation"]] for log in logs]
-        training = [any(e["event"] == "saved" for e in log) for log in alive]
-        if training.count(True) == len(group.names):
-            return
-        if any(process.poll() is not None for process in group.processes.values()):
-            group.stop()
-            group.wait()
-            raise SystemExit(f"a peer did not start; see {folder}/*.log")
-        time.sleep(0.5)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polytempo.cli import app
-from polytempo.cli_peers import Board, in_words
+from polytempo.cli_peers import Board, in_words, is_local
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.peer import client_of
 
@@ -98,6 +98,11 @@ def test_a_group_learns_and_leaves_a_summary(tmp_path):
     assert summary["accuracy"] == pytest.approx(mean)
     assert summary["fusions"] > 0  # they began together
     assert "holds a run already" in error("peers", "--out", tmp_path / "two", "--local", 2)
+
+
+def test_only_loopback_addresses_are_safe_without_certificates():
+    assert is_local("tcp/127.0.0.1:7447") and is_local("tcp/[::1]:7447")
+    assert not is_local("tcp/0.0.0.0:7447") and not is_local("tcp/192.168.1.7:7447")
 
 
 def test_people_are_told_what_matters():

@@ -69,7 +69,6 @@ class Link:
         self._zenoh = zenoh
         self._session = open_session(self.address)
         self._post_office = ThreadPoolExecutor(4, "polytempo sender")
-        self._thread.start()
         before = {*threading.enumerate()}
         me, key = self.peer.identity, self.wire.key
         # What others may ask stands before they hear of us.
@@ -86,6 +85,7 @@ class Link:
             )
         self._declared.append(presence.declare_token(key("peer", *me)))
         self._callers = {*threading.enumerate()} - before  # Zenoh's, one a callback
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -227,7 +227,7 @@ class Link:
             granted, actions = self.peer.claimed(message.by, message.token)
             if granted:
                 self.record("granted", token=list(message.token), to=list(message.by))
-            query.reply(query.key_expr, _YES if granted else _NO, express=True)
+            self._reply(query, _CLAIM, _YES if granted else _NO, express=True)
             self._act(actions)
 
     def _exchanged(self, query: zenoh.Query) -> None:
@@ -245,20 +245,27 @@ class Link:
         else:
             self.record("paired", side="owner", token=list(message.token), to=list(message.by))
             self._shown[message.token] = mine.progress
-            self._send(self._reply, query, message.token, mine)
+            self._send(self._send_back, query, message.token, mine)
         self._act(actions)
 
-    def _reply(self, query: zenoh.Query, token: Token, snapshot: Snapshot) -> None:
+    def _send_back(self, query: zenoh.Query, token: Token, snapshot: Snapshot) -> None:
         with query:
             header, payload = self.wire.write(self.peer.identity, token, snapshot)
-            try:
-                query.reply(query.key_expr, payload, attachment=header)
-            except self._zenoh.ZError as error:  # the line broke: silence to the claimer
-                self.record("unsent", why=str(error))
+            self._reply(query, _EXCHANGE, payload, attachment=header)
+
+    def _reply(self, query: zenoh.Query, kind: str, payload: bytes, **more: Any) -> None:
+        """Under our own key: that of the query may be a pattern."""
+        try:
+            query.reply(self.wire.key(kind, *self.peer.identity), payload, **more)
+        except self._zenoh.ZError as error:  # the line broke: silence to the claimer
+            self.record("unsent", why=str(error))
 
     def _refuse(self, query: zenoh.Query, why: str) -> None:
         self.record("refused", why=why)
-        query.reply_err(why.encode()[:500])
+        try:
+            query.reply_err(why.encode()[:500])
+        except self._zenoh.ZError as error:
+            self.record("unsent", why=str(error))
 
     # -- as a claimer ---------------------------------------------------------------------------
 
