@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types clean
+.PHONY: help demo test chaos explore lint types clean
 
 help:
 	@echo "make demo   install, then PACE against FedAvg, FedAsync and standalone: table, plots, HTML"
 	@echo "make test   install, then linter, type checker and tests"
+	@echo "make chaos  ten peers on this machine, killed and restarted for a minute; then a check"
+	@echo "make explore all histories of two and three peers up to a large bound (some minutes)"
 	@echo "make clean  remove the virtual environment and the demo's results"
 
 $(READY): pyproject.toml constraints.txt
@@ -31,6 +33,12 @@ types: $(READY)
 
 test: lint types
 	$(BIN)/pytest -n 2
+
+chaos: $(READY)
+	$(BIN)/python tests/network/chaos.py
+
+explore: $(READY)
+	$(BIN)/python tests/peers/explorer.py
 
 clean:
 	rm -rf $(VENV) runs/demo

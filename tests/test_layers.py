@@ -12,13 +12,16 @@ ALLOWED = {
     "data": {"core"},
     "models": {"core"},
     "local": {"core", "data"},
-    "strategies": {"core"},
-    "simulation": {"core", "data", "models", "local", "strategies"},
+    "peers": {"core"},
+    "strategies": {"core", "peers"},
+    "simulation": {"core", "data", "models", "local", "strategies", "peers"},
     "report": {"core"},
     "experiments": {
-        *("core", "data", "models", "local", "strategies", "simulation", "report", "storage")
+        *("core", "data", "models", "local", "strategies", "simulation", "report", "storage"),
+        *("network",),
     },
-    "bench": {"core", "data", "models", "local", "strategies", "simulation"},
+    "network": {"core", "local", "peers", "storage"},
+    "bench": {"core", "data", "models", "local", "strategies", "simulation", "network", "peers"},
 }
 NO_IO = {"socket", "time", "threading", "random", "asyncio", "subprocess", "requests", "datetime"}
 

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from polytempo.cli_peers import register as register_peers
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.registry import Options
 from polytempo.data import available
@@ -41,8 +42,8 @@ from polytempo.experiments.result import RunResult, about_clusters, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
 from polytempo.local.processes import cores
 from polytempo.report import plot_labels
-from polytempo.simulation import Simulator
-from polytempo.simulation.simulator import Observer
+from polytempo.simulation import Engine
+from polytempo.simulation.engine import Observer
 from polytempo.strategies import STRATEGIES
 
 
@@ -449,7 +450,9 @@ def data_command(
 def bench_command(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="What to measure: lenet mlp textcnn server clusters scale \\[all]."),
+        typer.Argument(
+            help="What to measure: lenet mlp textcnn server clusters scale exchange \\[all]."
+        ),
     ] = None,
     *,
     workers: Annotated[int | None, typer.Option(help="Worker processes \\[processors].")] = None,
@@ -487,6 +490,9 @@ def bench_command(
         output.print_json(data=found)
     else:
         _show_bench(found)
+
+
+register_peers(app, with_settings, output, notes)
 
 
 # -- showing --------------------------------------------------------------------------------------
@@ -549,9 +555,13 @@ def _show(result: RunResult, folder: Path) -> None:
         "accuracy, adapted": percent(summary["accuracy_adapted"]),
         "accuracy, newcomers": percent(summary["accuracy_newcomers"]),
         "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
-        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} updates",
+        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} "
+        + ("local rounds" if "exchange" in sent else "updates"),
         "staleness": f"{summary['staleness_mean']:.1f} updates on average",
-        "messages": f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
+        "messages": f"{sent['exchange']} models exchanged, {sent['claim']} claims, "
+        f"{sent['announce']} announcements"
+        if "exchange" in sent
+        else f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
         f"{sent['multicast']} multicast",
         "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
         f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}",
@@ -617,7 +627,16 @@ def _show_bench(found: dict[str, Any]) -> None:
         }
         for row in found["scale"]
     ]
-    for table in (rows, server, clusters, scale):
+    exchange = [
+        {
+            "pairing of two peers": f"{row['megabytes']:.2f} MB" + ", TLS" * row["tls"],
+            "median": f"{row['median_ms']:,.1f} ms",
+            "worst": f"{row['worst_ms']:,.1f} ms",
+            "both ways": f"{row['mb_per_s']:,.0f} MB/s",
+        }
+        for row in found["exchange"]
+    ]
+    for table in (rows, server, clusters, scale, exchange):
         if table:
             _print_table(table)
 
@@ -658,14 +677,14 @@ def _progress(quiet: bool) -> Iterator[Progress]:
 def _watch(progress: Progress, label: str) -> Attach:
     """A progress bar with rounds, simulated time and the latest accuracy."""
 
-    def attach(simulator: Simulator, rounds: int) -> Observer:
+    def attach(simulator: Engine, rounds: int) -> Observer:
         bar = progress.add_task(label, total=rounds, state="")
         progress.start()
 
         def observe(event: dict[str, Any] | None = None) -> None:
             accuracy = simulator.history[-1]["accuracy"] if simulator.history else None
             state = f"t={simulator.time:,.1f}s  accuracy {percent(accuracy)}"
-            progress.update(bar, completed=simulator.server.round, state=state)
+            progress.update(bar, completed=simulator.round, state=state)
 
         observe()
         return observe

@@ -41,6 +41,17 @@ def save_state(path: str | os.PathLike[str], state: State) -> None:
     os.replace(partial, path)
 
 
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a small file; a crash leaves either the old file or the new one."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
 def load_state(path: str | os.PathLike[str]) -> State:
     """What `save_state` wrote."""
     try:

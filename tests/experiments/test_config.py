@@ -27,6 +27,7 @@ VALUES: dict[str, Any] = {
     "rounds": 9,
     "until": 5.5,
     "versions": 7,
+    "messages": 30,
     "slots": 2,
     "refill": "same",
     "devices": "two-speed:slow=0.5",

@@ -22,7 +22,8 @@ PACKAGE = Path(polytempo.__file__).parent
 TABLES = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4"]  # of PACE
 ACE = ["fig2", "fig3", "figa2", "figa3", "table2", "uploads"]
 CASA = ["fig10", "fig5", "fig6", "fig7", "fig8", "fig9", "table1", "table2"]
-PAPERS = {"ace": ACE, "casa": CASA, "pace": TABLES}
+P2P = ["fastslow", "table1"]
+PAPERS = {"ace": ACE, "casa": CASA, "p2p": P2P, "pace": TABLES}
 ALL = [f"{paper}/{name}" for paper, names in PAPERS.items() for name in names]
 
 SPLITS = ("even", "c2")

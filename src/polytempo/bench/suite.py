@@ -16,8 +16,9 @@ from polytempo.bench.machine import machine
 from polytempo.bench.scale import CLIENTS, measure_scale
 from polytempo.bench.server import SIZES, measure_server
 from polytempo.bench.training import measure_training
+from polytempo.network.session import require_network
 
-PARTS = (*CASES, "server", "clusters", "scale")
+PARTS = (*CASES, "server", "clusters", "scale", "exchange")
 
 
 def run_bench(
@@ -33,6 +34,8 @@ def run_bench(
     `quick`: fewer updates and smaller sizes, for a first look; the figures are rougher, and those
     of training contain more evaluation.
     """
+    if "exchange" in parts:
+        require_network()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,6 +49,7 @@ def run_bench(
             "server": [],
             "clusters": [],
             "scale": [],
+            "exchange": [],
         }
         for name in (part for part in parts if part in CASES):
             for strategy in CASES[name].strategies:
@@ -70,6 +74,15 @@ def run_bench(
             if not quick or clients <= 1_000:
                 watch(f"{clients} clients")
                 found["scale"].append(measure_scale(clients, workers=workers))
+        if "exchange" in parts:
+            from polytempo.bench.exchange import PARAMETERS as EXCHANGED
+            from polytempo.bench.exchange import measure_exchange
+
+            for parameters in EXCHANGED:
+                for tls in (False, True):
+                    watch(f"exchange of {4e-6 * parameters:.2g} MB" + " with TLS" * tls)
+                    times = 5 if quick else 20
+                    found["exchange"].append(measure_exchange(parameters, tls=tls, repeats=times))
         return found
     finally:
         torch.set_num_threads(threads)

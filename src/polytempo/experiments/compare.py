@@ -24,6 +24,7 @@ from polytempo.experiments.result import (
 )
 from polytempo.experiments.run import Attach, LastFederation, holds_run, prepare, resume, run
 from polytempo.report import plot_accuracy, write_html
+from polytempo.simulation.metrics import models_sent
 
 COLUMNS = {"clusters": "clusters", "cluster_purity": "purity", "cluster_ari": "rand index"}
 PLOTS = {  # of single runs that a comparison shows, too
@@ -200,7 +201,7 @@ def slug(label: str) -> str:
 
 
 def messages(result: RunResult) -> float:
-    return float(sum(result.summary["messages"][k] for k in ("dispatch", "upload", "multicast")))
+    return float(models_sent(result.summary["messages"]))
 
 
 def spread(values: Sequence[float | None], *, percent: bool = False, digits: int = 1) -> str:
@@ -228,6 +229,10 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
         (
             "Accuracy against updates folded: the same amount of training",
             plot_accuracy(curves, folder / "accuracy_rounds.png", x="rounds"),
+        ),
+        (
+            "Accuracy against models sent, in whichever direction",
+            plot_accuracy(curves, folder / "accuracy_messages.png", x="messages"),
         ),
     ]
     for label in comparison.results:

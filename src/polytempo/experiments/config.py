@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, cast
 
 import pydantic
 import tomli_w
@@ -36,6 +36,14 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "dropout": DROPOUTS,
 }
 _TASK = Task()
+
+
+class Ends(TypedDict, total=False):
+    """What may end a run before its rounds are done."""
+
+    versions: float
+    messages: float
+    until: float
 
 
 class RunConfig(BaseModel):
@@ -73,10 +81,15 @@ class RunConfig(BaseModel):
         description="batch-norm statistics: share (travel with the model) or reset (start afresh)",
     )
     rounds: Annotated[int, Field(ge=1)] = Field(
-        400, description="updates that the server folds in before the run ends"
+        400, description="updates that the server folds in before the run ends (p2p: local rounds)"
     )
     versions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="end the run when the server has changed its model so often, if earlier"
+    )
+    messages: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="end the run when so many models have been sent, in whichever direction, if "
+        "earlier",
     )
     until: Annotated[float, Field(gt=0)] | None = Field(
         None, description="end the run at this simulated time, if that is earlier (seconds)"
@@ -160,6 +173,11 @@ class RunConfig(BaseModel):
     def make(self, field: str) -> Any:
         """The strategy, device model, ... that the setting of that name describes."""
         return _REGISTRIES[field].create(getattr(self, field))
+
+    def ends(self) -> Ends:
+        """What ends the run, beside the rounds."""
+        given = {name: getattr(self, name) for name in Ends.__annotations__}
+        return cast(Ends, {name: value for name, value in given.items() if value is not None})
 
     def storage(self) -> Storage:
         """How the server keeps its models."""

@@ -31,7 +31,12 @@ from polytempo.report import (
     write_html,
 )
 
-AGAINST = {"time": "simulated time", "rounds": "uploads", "versions": "server steps"}
+AGAINST = {
+    "time": "simulated time",
+    "rounds": "uploads",
+    "versions": "server steps",
+    "messages": "models sent",
+}
 
 
 def write_report(place: Place, dataset: str, command: str) -> Path | None:

@@ -46,6 +46,7 @@ class Column(_Part):
     settings: dict[str, Any]
     at: tuple[str, str] | None = None  # where it stands in a heat map: x and y
     target: float | None = None  # the accuracy that times are taken to; None: to convergence
+    methods: dict[str, dict[str, Any]] = {}  # what rows are told in this column, `strategy` too
 
 
 class Dataset(_Part):
@@ -75,6 +76,8 @@ class Published(_Part):
     time: dict[str, dict[str, float]] = {}  # convergence time, as a share of FedAvg's
     seconds: dict[str, dict[str, float]] = {}  # to target or convergence, in the paper's unit
     sent: dict[str, dict[str, float]] = {}  # models sent to clients, as multiples of FedAsync's
+    # what a fusion does to the accuracy of a fast and of a slow peer, in points
+    effects: dict[str, dict[str, tuple[float, float]]] = {}
 
 
 FIGURES = {  # how a table calls them, and what they are
@@ -100,7 +103,7 @@ class Experiment(_Part):
     plot: Literal["curves", "bars", "tradeoff", "heatmap", "clusters"] = "curves"
     axes: tuple[str, str] = ("", "")  # of a heat map
     figure: Literal["accuracy", "accuracy_weighted"] = "accuracy"  # what counts: see FIGURES
-    against: tuple[Literal["time", "rounds", "versions"], ...] = ("time",)  # what curves run over
+    against: tuple[Literal["time", "rounds", "versions", "messages"], ...] = ("time",)  # x axes
     grid: dict[str, tuple[float, ...]] = {}  # in place of the methods' own grids
     model: str | None = None  # in place of the data sets' own
     remarks: tuple[str, ...] = ()
@@ -163,9 +166,10 @@ class Experiment(_Part):
         """The settings of one run, with a choice of the row's grid (else its strategy's own)."""
         (dataset, split), method = self.column(column), self.strategies[row]
         settings = {**self.settings, **dataset.settings, **split.settings, **method.settings}
+        settings |= {"strategy": method.strategy, **split.methods.get(row, {})}
         settings |= self.quick if quick else {}
         settings |= {"model": self.model} if self.model else {}
-        strategy = method.strategy
+        strategy = str(settings["strategy"])
         if choice:
             strategy += ("," if ":" in strategy else ":") + spelled(choice)
         settings |= {**more, "strategy": strategy, "seed": seed}

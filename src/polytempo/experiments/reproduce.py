@@ -240,9 +240,9 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
 
 def asides(place: Place, column: str, results: Results) -> list[str]:
     """Figures that the paper gives for few methods only, too few for a column of the table."""
+    paper, lines = place.experiment.paper, _effects(place, column, results)
     if not place.comparable(column):
-        return []
-    paper, lines = place.experiment.paper, []
+        return lines
     for figures, base, figure, what in (
         (paper.time, "fedavg", converged, "{:.1%} of FedAvg's convergence time (paper: {:.1%})"),
         (paper.sent, "fedasync", _sent, "{:.3f} times FedAsync's models sent (paper: {:.2f})"),
@@ -252,6 +252,28 @@ def asides(place: Place, column: str, results: Results) -> list[str]:
             if ours is not None and column in published:
                 label = place.experiment.label(row)
                 lines.append(f"{label}: {what.format(ours, published[column])}")
+    return lines
+
+
+def _effects(place: Place, column: str, results: Results) -> list[str]:
+    """How good a fast and a slow peer are in the end, and what fusions did to them."""
+    if not place.experiment.paper.effects or place.quick:
+        return []
+    lines = []
+    for row, found in results.items():
+        if not found:
+            continue
+        pairs = [sorted(r.summary["peers"], key=lambda peer: peer["factor"]) for r in found]
+        published = place.experiment.paper.effects.get(row, {}).get(column)
+        words = []
+        for index, name in enumerate(("fast", "slow")):
+            ends = spread([pair[index]["accuracy"] for pair in pairs], percent=True)
+            effects = [pair[index]["fusion_effect"] for pair in pairs]
+            text = f"{name} peer {ends}"
+            if None not in effects:
+                text += f", {100 * float(np.mean(effects)):+.1f} points by a fusion"
+            words.append(text + (f" (paper: {published[index]:+.1f})" if published else ""))
+        lines.append(f"{place.experiment.label(row)}: {'; '.join(words)}")
     return lines
 
 

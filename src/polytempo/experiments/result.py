@@ -25,12 +25,13 @@ from polytempo.report import (
     plot_clusters,
     plot_diagnosis,
     plot_graph,
+    plot_peers,
     plot_similarity,
     plot_staleness,
     write_html,
 )
-from polytempo.simulation import Simulator
-from polytempo.simulation.metrics import convergence_time, final_accuracy, time_to
+from polytempo.simulation import Engine, PeerSimulator, Simulator
+from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
 
 GRAPH_CLIENTS = (
     2_000  # the graph of more clients is not drawn: it is dense, and nobody could see it
@@ -45,7 +46,7 @@ class RunResult:
 
     summary: dict[str, Any]
     history: list[dict[str, Any]]
-    simulator: Simulator | None = field(default=None, repr=False)  # None when read from a folder
+    simulator: Engine | None = field(default=None, repr=False)  # None when read from a folder
     interrupted: bool = False  # the user asked to stop, perhaps just after the end
 
     @property
@@ -76,7 +77,7 @@ class RunResult:
         return Curve(
             time=[row["time"] for row in self.history],
             rounds=[row["round"] for row in self.history],
-            messages=[row["dispatch"] + row["upload"] + row["multicast"] for row in self.history],
+            messages=[models_sent(row) for row in self.history],
             accuracy=[row[figure] for row in self.history],
             adapted=self.accuracy_adapted if figure == "accuracy" else None,
             final=final_accuracy(self.history, figure),
@@ -97,13 +98,13 @@ class RunResult:
 
 
 def summarise(
-    simulator: Simulator, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
+    simulator: Engine, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
 ) -> RunResult:
     """The figures of a run as it stands."""
     history = simulator.history
     last = history[-1]
     sent = simulator.messages
-    arrivals = max(1, simulator.server.round)
+    arrivals = max(1, simulator.round)
     return RunResult(
         {
             "strategy": strategy["name"],
@@ -124,7 +125,7 @@ def summarise(
             "simulated_time": simulator.time,
             "time_to": {str(target): time_to(history, target) for target in TARGETS},
             "convergence_time": convergence_time(history),
-            "arrivals": simulator.server.round,
+            "arrivals": simulator.round,
             "messages": {
                 **sent,
                 **{f"{kind}_bytes": size for kind, size in simulator.bytes.items()},
@@ -136,6 +137,7 @@ def summarise(
             "backend": simulator.backend.name,
             "trained_in_vain": simulator.backend.wasted,
             "diagnosis": _diagnosis(simulator),
+            "peers": simulator.peers() if isinstance(simulator, PeerSimulator) else None,
             "peak_rss_mb": (peak_memory() + simulator.backend.worker_memory) / 2**20 or None,
             "fingerprint": simulator.fingerprint,
             "version": version("polytempo"),
@@ -146,7 +148,7 @@ def summarise(
     )
 
 
-def _diagnosis(simulator: Simulator) -> dict[str, Any] | None:
+def _diagnosis(simulator: Engine) -> dict[str, Any] | None:
     """Means over the measurements of the squared errors, and the clients' shares of influence."""
     found = simulator.diagnosis
     if found is None or not found.rows:
@@ -168,7 +170,9 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     diagnosis = result.simulator.diagnosis if result.simulator else None
     if diagnosis and diagnosis.rows:
         write_table(folder / "diagnosis.csv", diagnosis.rows)
-    if result.simulator:
+    if isinstance(result.simulator, PeerSimulator):
+        write_table(folder / "peers.csv", result.simulator.each)
+    elif isinstance(result.simulator, Simulator):
         _write_clusters(folder, result.simulator)
     if not can_plot():
         return
@@ -192,7 +196,7 @@ def _write_clusters(folder: Path, simulator: Simulator) -> None:
         columns = ("round", "time", "client", "cluster")
         rows = [dict(zip(columns, change, strict=True)) for change in found.changes]
         write_table(folder / "clusters.csv", rows)
-    kept = found.gallery(simulator.server.round, simulator.time)
+    kept = found.gallery(simulator.round, simulator.time)
     if kept:
         rounds, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
         with (folder / "similarity.npz").open("wb") as file:
@@ -214,15 +218,18 @@ def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
     simulator = result.simulator
+    if isinstance(simulator, PeerSimulator):
+        path = plot_peers(simulator.each, simulator.factors, folder / "peers.png")
+        images.append(("Each peer's accuracy", path))
     diagnosis = simulator.diagnosis if simulator else None
     if diagnosis and diagnosis.rows:
         path = folder / "diagnosis.png"
         plot_diagnosis(diagnosis.rows, diagnosis.influence.tolist(), path)
         images.append(("Why the steps are wrong, and who moves the model", path))
-    if simulator is None or simulator.federation.clients > GRAPH_CLIENTS:
+    if not isinstance(simulator, Simulator) or simulator.federation.clients > GRAPH_CLIENTS:
         return images
     found, groups = simulator.clusters, simulator.federation.groups
-    rounds, clients = simulator.server.round, simulator.federation.clients
+    rounds, clients = simulator.round, simulator.federation.clients
     if found.changes and rounds:
         path = plot_clusters(found.changes, clients, rounds, folder / "clusters.png", groups)
         images.append(("Clusters: who belongs where, when", path))
@@ -248,7 +255,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         **clusters,
         "simulated time": f"{summary['simulated_time']:.1f} s",
         "mean staleness": f"{summary['staleness_mean']:.1f}",
-        "messages": str(sum(summary["messages"][k] for k in ("dispatch", "upload", "multicast"))),
+        "messages": str(models_sent(summary["messages"])),
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import signal
 import threading
 import time
@@ -29,12 +28,12 @@ from polytempo.experiments.result import RunResult, summarise, write_result
 from polytempo.local import make_backend
 from polytempo.local.memory import peak_memory
 from polytempo.models import MODELS, Inputs, Model, build
-from polytempo.simulation import Simulator, restore, snapshot
-from polytempo.simulation.simulator import Observer
+from polytempo.simulation import Engine, PeerSimulator, Simulator, restore, snapshot
+from polytempo.simulation.engine import Observer, World
 from polytempo.storage import load_state, save_state
-from polytempo.strategies import STRATEGIES
+from polytempo.strategies import P2P, STRATEGIES
 
-Attach = Callable[[Simulator, int], Observer]  # given the number of rounds
+Attach = Callable[[Engine, int], Observer]  # given the number of rounds
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
@@ -72,9 +71,7 @@ def simulate(
     simulator = make_simulator(config, federation, model, chosen)
     if out is None:
         peak_memory(reset=True)
-        simulator.run(
-            config.rounds, versions=config.versions or math.inf, until=config.until or math.inf
-        )
+        simulator.run(config.rounds, **config.ends())
         return summarise(simulator, truth["strategy"], complete=True)
     folder = new_folder(Path(out).expanduser())
     return drive(simulator, config, folder)
@@ -93,15 +90,15 @@ def run(
     return drive(simulator, config, folder, observer)
 
 
-def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[RunConfig, Simulator]:
+def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[RunConfig, Engine]:
     """The run's world, and its settings with everything filled in that was left open."""
     federation = federation or load_federation(config)
     simulator = make_simulator(config, federation, config.model)
     filled: dict[str, Any] = {
         "clients": federation.clients,
         "partition": dict(federation.partition),
-        "slots": simulator.server.slots,
-        "refill": simulator.server.refill,
+        "slots": simulator.slots,
+        "refill": simulator.refill,
         "eval_every": config.evaluation_interval,
     }
     path = Path(config.data).expanduser()
@@ -136,9 +133,9 @@ def resume(
     with simulator.backend:  # workers are forked: better before the models are there
         if (folder / CHECKPOINT).exists():
             restore(simulator, load_state(folder / CHECKPOINT))
-        if simulator.server.round > config.rounds:
+        if simulator.round > config.rounds:
             raise PolytempoError(
-                f"{folder} has folded {simulator.server.round} updates already; ask for more "
+                f"{folder} has folded {simulator.round} updates already; ask for more "
                 f"--rounds than {config.rounds}"
             )
         return drive(simulator, config, folder, observer)
@@ -177,11 +174,33 @@ class LastFederation:
 
 def make_simulator(
     config: RunConfig, federation: Federation, model: Model, strategy: Strategy | None = None
-) -> Simulator:
+) -> Engine:
     """The world that the settings describe, at time 0."""
     inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
     module = build(model, inputs, config.seed)
-    backend = make_backend(
+    strategy = strategy or config.make("strategy")
+    world: World = {
+        "task": config.task(),
+        "devices": config.make("devices"),
+        "network": config.make("network"),
+        "dropout": config.make("dropout"),
+        "buffers": config.buffers,
+        "eval_every": config.evaluation_interval,
+        "adapt_epochs": config.adapt_epochs,
+        "adapt_always": config.adapt_always,
+        "seed": config.seed,
+    }
+    if isinstance(strategy, P2P):
+        if config.diagnose or config.refill not in (None, strategy.refill):
+            name = "diagnose" if config.diagnose else "refill"
+            raise PolytempoError(
+                f"{name} is about a server's steps, and p2p has no server: leave it"
+            )
+        return PeerSimulator(
+            federation, module, strategy, rounds=config.rounds, check=config.check, **world
+        )
+    world["storage"] = config.storage()
+    world["backend"] = make_backend(
         module,
         federation,
         config.seed,
@@ -193,22 +212,12 @@ def make_simulator(
     return Simulator(
         federation,
         module,
-        strategy or config.make("strategy"),
-        task=config.task(),
+        strategy,
         slots=config.slots,
         refill=config.refill,
-        devices=config.make("devices"),
-        network=config.make("network"),
-        dropout=config.make("dropout"),
-        buffers=config.buffers,
-        eval_every=config.evaluation_interval,
-        adapt_epochs=config.adapt_epochs,
-        adapt_always=config.adapt_always,
-        seed=config.seed,
         check=config.check,
-        backend=backend,
-        storage=config.storage(),
         diagnose=config.diagnose,
+        **world,
     )
 
 
@@ -251,7 +260,7 @@ def _model_name(model: Model) -> Any:
 
 
 def drive(
-    simulator: Simulator,
+    simulator: Engine,
     config: RunConfig,
     folder: Path,
     observer: Attach | None = None,
@@ -262,7 +271,7 @@ def drive(
     peak_memory(reset=True)
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
-    with _event_log(simulator, config, folder) as flush, _interruptible() as interrupted:
+    with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
         last = time.monotonic()
 
         def checkpoint() -> None:
@@ -276,12 +285,7 @@ def drive(
                 last = time.monotonic()
             return interrupted.is_set()
 
-        complete = simulator.run(
-            config.rounds,
-            versions=config.versions or math.inf,
-            until=config.until or math.inf,
-            stop=pause,
-        )
+        complete = simulator.run(config.rounds, **config.ends(), stop=pause)
         checkpoint()
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
     write_result(folder, result, config.model_dump(exclude_none=True))
@@ -289,9 +293,7 @@ def drive(
 
 
 @contextmanager
-def _event_log(
-    simulator: Simulator, config: RunConfig, folder: Path
-) -> Iterator[Callable[[], None]]:
+def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[Callable[[], None]]:
     """events.jsonl, one event a line; what a lost session wrote after its checkpoint is cut off.
     Yields the function that brings it up to date on disk."""
     if not config.events:
@@ -313,7 +315,7 @@ def _event_log(
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
+def interruptible() -> Iterator[threading.Event]:
     """Ctrl-C (or SIGTERM) sets the flag, so that the run stops between two events; a second one
     breaks off at once."""
     flag = threading.Event()

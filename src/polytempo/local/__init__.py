@@ -2,6 +2,17 @@
 
 from polytempo.local.backend import Backend
 from polytempo.local.choice import BackendName, make_backend
+from polytempo.local.learner import Learner, Schedule
 from polytempo.local.training import Job, Score, Solver, Trainer
 
-__all__ = ["Backend", "BackendName", "Job", "Score", "Solver", "Trainer", "make_backend"]
+__all__ = [
+    "Backend",
+    "BackendName",
+    "Job",
+    "Learner",
+    "Schedule",
+    "Score",
+    "Solver",
+    "Trainer",
+    "make_backend",
+]

@@ -11,7 +11,7 @@ receives a multicast half-way (it keeps the steps that it had left).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -199,7 +199,6 @@ class Trainer:
             found["basis"] = principal_directions(torch.cat(features), job.task.basis)
         return found
 
-    @torch.inference_mode()
     def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
         """The model on the test split of each of these clients."""
         self.space.load(params)
@@ -207,20 +206,25 @@ class Trainer:
 
     def _score(self, shard: slice) -> Score:
         """The model that is loaded, on these samples."""
-        self.space.module.eval()
-        correct, loss = 0, 0.0
         x, y = self.federation.x[shard], self.federation.y[shard]
-        for part in range(0, len(y), _EVALUATION_BATCH):
-            labels = y[part : part + _EVALUATION_BATCH]
-            inputs = self._inputs(x[part : part + _EVALUATION_BATCH])
-            logits = self.space.module(inputs)
-            correct += int((logits.argmax(1) == labels).sum())
-            loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
-        return Score(correct, len(y), loss)
+        return score(self.space.module, x, y, self._inputs)
 
     def _inputs(self, x: Tensor) -> Tensor:
         inputs = self.federation.prepare(x)
         return inputs.to(self.space.vector.dtype) if inputs.is_floating_point() else inputs
+
+
+@torch.inference_mode()
+def score(module: nn.Module, x: Tensor, y: Tensor, inputs: Callable[[Tensor], Tensor]) -> Score:
+    """The module on these samples; `inputs` makes a batch of them ready for it."""
+    module.eval()
+    correct, loss = 0, 0.0
+    for part in range(0, len(y), _EVALUATION_BATCH):
+        labels = y[part : part + _EVALUATION_BATCH]
+        logits = module(inputs(x[part : part + _EVALUATION_BATCH]))
+        correct += int((logits.argmax(1) == labels).sum())
+        loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+    return Score(correct, len(y), loss)
 
 
 def batches(job: Job, samples: int, seed: int) -> Iterator[tuple[int, Tensor]]:

@@ -9,6 +9,7 @@ from polytempo.report.diagnosis import plot_diagnosis
 from polytempo.report.heatmap import plot_heatmaps
 from polytempo.report.html import write_html
 from polytempo.report.maps import plot_graph, plot_labels
+from polytempo.report.peers import plot_peers
 from polytempo.report.staleness import plot_staleness
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "plot_graph",
     "plot_heatmaps",
     "plot_labels",
+    "plot_peers",
     "plot_similarity",
     "plot_staleness",
     "plot_tradeoff",

@@ -18,7 +18,7 @@ AXES = {
     "time": "simulated time (s)",
     "rounds": "arrivals",
     "versions": "server steps",
-    "messages": "messages",
+    "messages": "models sent",
 }
 
 
@@ -93,6 +93,8 @@ def plot_accuracy(
             grid, values = on_common_grid(runs, x)
             mean = values.mean(axis=0)
             axes.plot(grid, mean, **look, linewidth=1.8, drawstyle="steps-post")
+            if x == "messages" and grid[-1] == 0:  # who sends nothing is as good at any price
+                axes.axhline(mean[-1], color=colour, linewidth=1.2, linestyle=DASHES[2])
             if len(runs) > 1:
                 low, high = values.min(axis=0), values.max(axis=0)
                 axes.fill_between(grid, low, high, color=colour, alpha=0.16, lw=0, step="post")

@@ -1,8 +1,19 @@
-"""The simulator: strategies on a virtual clock."""
+"""The simulators: strategies on a virtual clock."""
 
 from polytempo.simulation.checkpoint import restore, snapshot
 from polytempo.simulation.devices import DEVICES, NETWORKS
 from polytempo.simulation.dropout import DROPOUTS
+from polytempo.simulation.engine import Engine
+from polytempo.simulation.peers import PeerSimulator
 from polytempo.simulation.simulator import Simulator
 
-__all__ = ["DEVICES", "DROPOUTS", "NETWORKS", "Simulator", "restore", "snapshot"]
+__all__ = [
+    "DEVICES",
+    "DROPOUTS",
+    "NETWORKS",
+    "Engine",
+    "PeerSimulator",
+    "Simulator",
+    "restore",
+    "snapshot",
+]

@@ -1,6 +1,7 @@
 """`--check`: the invariants of a simulation, recounted from its events alone.
 
-The checker shares no code with the server: it sees what the event log sees, and counts again.
+The checkers share no code with the server or the peers: they see what the event log sees, and
+count again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,27 @@ class InvariantError(AssertionError):
     """The simulator broke one of its promises: a bug of ours, not of the user."""
 
 
-class Checker:
+class Clock:
+    """What holds of every engine: time never goes back, events are numbered without gaps."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.number = -1
+
+    def __call__(self, event: Event) -> None:
+        self._require(event["time"] >= self.time, event, f"the clock goes back from {self.time}")
+        self._require(event["n"] == self.number + 1, event, f"follows event {self.number}")
+        self.time, self.number = event["time"], event["n"]
+
+    def _require(self, holds: bool, event: Event, why: str) -> None:
+        if not holds:
+            raise InvariantError(f"{why}: {dict(event)}")
+
+
+class Checker(Clock):
     """Feed it every event in order; it raises `InvariantError` at the first broken promise.
 
-    Clock and order: time never goes back, events are numbered without gaps.
+    Clock and order, as above.
     Slots: never more clients in training than slots, but for newcomers at their first dispatch.
     Life of a dispatch: sent once, to a client that is not training (or, for a multicast, that is),
     and ended exactly once, by an upload, a drop or a multicast that takes over.
@@ -27,15 +45,14 @@ class Checker:
     """
 
     def __init__(self, slots: int) -> None:
+        super().__init__()
         self.slots = slots
-        self.key = (0.0, -1, -1)
-        self.time = 0.0
-        self.number = -1
         self.round = 0
         self.version = 0
         self.open: dict[int, Event] = {}  # dispatches under way
         self.training: dict[int, int] = {}  # client -> the dispatch that it trains
         self.ended: set[int] = set()
+        self.key = (0.0, -1, -1)
         self.newcomers: set[int] = set()  # who has joined late and was not sent anything yet
 
     def popped(self, key: tuple[float, int, int]) -> None:
@@ -44,10 +61,8 @@ class Checker:
         self.key = key
 
     def __call__(self, event: Event) -> None:
-        self._require(event["time"] >= self.time, event, f"the clock goes back from {self.time}")
-        self._require(event["n"] == self.number + 1, event, f"follows event {self.number}")
+        super().__call__(event)
         self._require(event["version"] >= self.version, event, f"version was {self.version}")
-        self.time, self.number = event["time"], event["n"]
         kind = event["event"]
         if kind == "upload":
             self._upload(event)
@@ -108,6 +123,34 @@ class Checker:
         trained = self.training.pop(event["client"], None)
         self._require(trained == event["dispatch"], event, f"the client trained {trained}")
 
-    def _require(self, holds: bool, event: Event, why: str) -> None:
-        if not holds:
-            raise InvariantError(f"{why}: {dict(event)}")
+
+class PeerChecker(Clock):
+    """The same for peers.
+
+    A ticket is granted to one claimer at most. Two models are sent for it, first the claimer's,
+    then the owner's. Only these two fuse, each once, after that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.granted: dict[str, list[int]] = {}  # ticket -> owner, claimer
+        self.sent: dict[str, list[int]] = {}  # ticket -> who has sent a model for it
+        self.fused: dict[str, list[int]] = {}
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        kind, ticket, client = event["event"], event.get("ticket", ""), event.get("client", -1)
+        if kind == "grant":
+            self._require(ticket not in self.granted, event, "granted twice")
+            self.granted[ticket] = [client, event["partner"]]
+        elif kind == "exchange":
+            pair, sent = self.granted.get(ticket, []), self.sent.setdefault(ticket, [])
+            self._require(client in pair, event, f"the pair is {pair}")
+            self._require(client not in sent, event, "sent twice")
+            self._require(bool(sent) == (client == pair[0]), event, "the claimer sends first")
+            sent.append(client)
+        elif kind == "fuse":
+            pair, fused = self.granted.get(ticket, []), self.fused.setdefault(ticket, [])
+            self._require(client in pair and client not in fused, event, f"{fused} of {pair} have")
+            self._require(len(self.sent.get(ticket, [])) == 2, event, "models were not exchanged")
+            fused.append(client)

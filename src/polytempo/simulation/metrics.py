@@ -13,6 +13,12 @@ from polytempo.local import Score
 Row = Mapping[str, Any]
 LAST = 3  # evaluations that make up the final accuracy, and the window of smoothing
 TOLERANCE = 0.01
+MODELS = ("dispatch", "upload", "multicast", "exchange")  # kinds of messages that carry a model
+
+
+def models_sent(messages: Mapping[str, Any]) -> int:
+    """All messages that carry a model, from counts by kind (kinds that do not occur may lack)."""
+    return sum(int(messages.get(kind, 0)) for kind in MODELS)
 
 
 def over_clients(scores: Sequence[Score]) -> dict[str, float]:

@@ -26,39 +26,30 @@ Theory of operation
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-import json
 import math
-import time as wall
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from polytempo.core.bank import PLAIN_STORAGE, Storage
 from polytempo.core.errors import Diverged, Refused
 from polytempo.core.messages import Action, Dispatch, Stop, Update
-from polytempo.core.parameters import BufferPolicy
 from polytempo.core.rng import rng
 from polytempo.core.server import Server
-from polytempo.core.strategy import Context, Refill, Strategy
-from polytempo.core.task import Plain, Task
+from polytempo.core.strategy import Refill, Strategy
 from polytempo.data import Federation
-from polytempo.local import Backend, Job, Score, make_backend
+from polytempo.local import Job, Score
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.clusters import Clusters
-from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.diagnosis import Diagnosis
-from polytempo.simulation.dropout import Dropout, Never, Timeline, late
+from polytempo.simulation.dropout import late
+from polytempo.simulation.engine import Engine, World
 from polytempo.simulation.metrics import over_clients
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
-Observer = Callable[[dict[str, Any]], None]
 
 
 @dataclass
@@ -79,8 +70,8 @@ class Flight:
         return max(0.0, (time - self.begin) / self.seconds)
 
 
-class Simulator:
-    """One run: a strategy, a federation, a world of devices, a clock."""
+class Simulator(Engine):
+    """A run with a server."""
 
     def __init__(
         self,
@@ -88,114 +79,38 @@ class Simulator:
         module: nn.Module,
         strategy: Strategy,
         *,
-        task: Task | None = None,
         slots: int | None = None,
         refill: Refill | None = None,
-        devices: Devices | None = None,
-        network: Network | None = None,
-        dropout: Dropout | None = None,
-        buffers: BufferPolicy = "share",
-        eval_every: int = 20,
-        adapt_epochs: int = 5,
-        adapt_always: bool = False,
-        seed: int = 0,
         check: bool = False,
-        backend: Backend | None = None,
-        storage: Storage = PLAIN_STORAGE,
         diagnose: int | None = None,
+        **world: Unpack[World],
     ) -> None:
+        super().__init__(federation, module, strategy, **world)
         clients = federation.clients
-        self.backend = backend or make_backend(module, federation, seed, buffers, name="serial")
-        self.space = self.backend.solver.space
-        self.federation, self.strategy, self.seed = federation, strategy, seed
-        self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
-        self.adapt_always = adapt_always
-
-        tensors = [place.stop - place.start for _, place in self.space.trained]
-        initial = self.space.read()
-        context = Context(initial, federation.samples, task or Task(), seed, storage, tensors)
         if strategy.all_slots and refill is None:
             slots = clients
         elif slots is None:
             slots = min(clients, max(4, math.ceil(clients / 10)))
-        self.server = Server(strategy, context, slots=slots, refill=refill)
-        self.devices = devices or TwoSpeed()
-        self.dropout = dropout or Never()
-        network = (network or Instant()) if strategy.communicates else Instant()
-        self.factors = self.devices.factors(clients, seed)
-        self.bandwidths = network.bandwidths(clients, seed)
-
-        self.time = 0.0
-        self.queue: list[tuple[float, int, int, int, int, int]] = []  # key; client, flight, number
-        self.counter = 0
+        self.server = Server(strategy, self.context, slots=slots, refill=refill)
+        self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
-        self.changes = self.dropout.changes(clients, seed)
-        self.timeline = Timeline([change for change in self.changes if change.timed])
         self.late = late(self.changes)
-
-        self.history: list[dict[str, Any]] = []
-        self.messages = Counter(dispatch=0, upload=0, multicast=0)
-        self.bytes = Counter(self.messages)
-        self.staleness: Counter[int] = Counter()
-        self.wall = {"training": 0.0, "server": 0.0, "evaluation": 0.0, "total": 0.0}
-        self.events = 0
-        self.fingerprint = ""
-        self.started = False
-        self.observers: list[Observer] = []
         self.clusters = Clusters(strategy, federation.groups)
-        self.checker = Checker(slots) if check else None
+        self.checker: Checker | None = Checker(slots) if check else None
         self.diagnosis = Diagnosis(self, diagnose) if diagnose else None
         if self.diagnosis:
             self.server.strategy = cast(Strategy, self.diagnosis)
-        self._scores: dict[int, tuple[int | None, Score]] = {}  # with the revision of the model
-        self._evaluated: tuple[Tensor, list[Score]] | None = None  # the same, of a single model
+
+    @property
+    def round(self) -> int:
+        return self.server.round
+
+    @property
+    def version(self) -> int:
+        return self.server.version
 
     # -- running -------------------------------------------------------------------------------
-
-    def run(
-        self,
-        rounds: int,
-        *,
-        versions: float = math.inf,
-        until: float = math.inf,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Go on until `rounds` updates are folded (in total), what is served has changed `versions`
-        times, the clock passes `until`, nobody is left, or `stop()` says so between two events.
-        Returns False in that last case."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # sums in one order: same seed, same bits
-        try:
-            with self.backend:
-                return self._run(rounds, versions, until, stop)
-        finally:
-            torch.set_num_threads(threads)
-
-    def _run(self, rounds: int, versions: float, until: float, stop: Callable[[], bool]) -> bool:
-        with self._timed("total"):
-            if not self.started:
-                self._start()
-            for flight in self.flights.values():  # those of a checkpoint
-                self._announce(flight)
-        while (
-            self.server.round < rounds
-            and self.server.version < versions
-            and self.queue
-            and self.queue[0][0] <= until
-        ):
-            if stop():
-                return False
-            with self._timed("total"):
-                self._step()
-        with self._timed("total"):
-            last = self.history[-1]
-            if last["round"] != self.server.round:
-                last = self._record()
-            if last["accuracy_adapted"] is None and self.adapt_epochs:
-                last["accuracy_adapted"] = self.adapted(stop)
-            self.backend.drain()
-        return last["accuracy_adapted"] is not None or not self.adapt_epochs
 
     def _start(self) -> None:
         self.started = True
@@ -208,6 +123,10 @@ class Simulator:
         if self.diagnosis:
             self.diagnosis.start()
         self._act(actions)
+
+    def _go_on(self) -> None:
+        for flight in self.flights.values():  # those of a checkpoint
+            self._announce(flight)
 
     def _step(self) -> None:
         time, priority, counter, client, index, number = heapq.heappop(self.queue)
@@ -305,6 +224,8 @@ class Simulator:
             if isinstance(action, Stop):
                 self._emit("urgent", client, action.number)
                 self._post(STOP, action, 0.0)
+            elif self.sent >= self.budget:
+                return  # the run ends here
             elif action.preempt:
                 self._count("multicast", action.nbytes)
                 self._emit("multicast", client, action.number)
@@ -392,110 +313,14 @@ class Simulator:
 
     # -- looking at it -------------------------------------------------------------------------
 
-    def _record(self) -> dict[str, Any]:
-        with self._timed("evaluation"):
-            there = self._there()
-            scores = dict(zip(there, self._evaluate(there), strict=True))
-            row = {
-                "time": self.time,
-                "round": self.server.round,
-                "version": self.server.version,
-                **over_clients(list(scores.values())),
-                "accuracy_adapted": None,
-                **self.messages,
-                **self.clusters.figures(),
-            }
-            if self.late:
-                new = [scores[client] for client in there if client in self.late]
-                row["accuracy_newcomers"] = over_clients(new)["accuracy"] if new else None
-            self.clusters.keep_similarity(self.server.round, self.time)
-            self.history.append(row)
-            self._emit("evaluate", None, accuracy=row["accuracy"], loss=row["loss"])
-        if self.adapt_always and self.adapt_epochs and self.server.round:
-            row["accuracy_adapted"] = self.adapted()
-        return row
-
-    def _there(self) -> list[int]:
+    def _there(self) -> Sequence[int]:
         """The clients that are or have been there; all, if nobody has been yet."""
-        return sorted(self.server.known) or list(range(self.federation.clients))
+        return sorted(self.server.known) or super()._there()
 
-    def _evaluate(self, clients: Sequence[int]) -> list[Score]:
-        """The scores of these clients' models; only models that have changed are looked at."""
-        if self.strategy.single_model:
-            model = self.strategy.model_for(0)
-            if self._evaluated is None or self._evaluated[0] is not model:
-                [scores] = self.backend.evaluate([(model, range(self.federation.clients))])
-                self._evaluated = model, scores
-            return [self._evaluated[1][client] for client in clients]
-        revisions = {client: self.strategy.revision(client) for client in clients}
-        changed = [
-            client
-            for client, revision in revisions.items()
-            if revision is None or self._scores.get(client, (None,))[0] != revision
-        ]
-        models = ((self.strategy.model_for(client), [client]) for client in changed)
-        for client, [score] in zip(changed, self.backend.evaluate(models), strict=True):
-            self._scores[client] = revisions[client], score
-        return [self._scores[client][1] for client in clients]
-
-    def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean accuracy after every client has adapted a copy of its model by plain training;
-        None if `stop` broke it off."""
-        with self._timed("evaluation"):
-            task = replace(
-                self.server.context.task, objective=Plain(), epochs=self.adapt_epochs, steps=None
-            )
-            scores: list[Score] = []
-            clients, together = self._there(), 2 * self.backend.width
-            for begin in range(0, len(clients), together):  # n models need not be there at once
-                jobs = []
-                for client in clients[begin : begin + together]:
-                    stream = ("adapt", client, "round", self.server.round)
-                    jobs.append(Job(client, self.strategy.model_for(client), task, stream))
-                    self.backend.expect(jobs[-1])
-                models = []
-                for job in jobs:
-                    if stop():
-                        for unused in jobs:
-                            self.backend.forget(unused)
-                        return None
-                    models.append((self.backend.train(job), [job.client]))
-                scores += [score for [score] in self.backend.evaluate(models)]
-            return over_clients(scores)["accuracy"]
-
-    # -- small things --------------------------------------------------------------------------
-
-    def _count(self, kind: str, size: int) -> None:
-        if self.strategy.communicates:
-            self.messages[kind] += 1
-            self.bytes[kind] += size
-
-    def _push(self, time: float, priority: int, client: int, flight: int, number: int) -> int:
-        self.counter += 1
-        heapq.heappush(self.queue, (time, priority, self.counter, client, flight, number))
-        return self.counter
-
-    def _emit(
-        self, kind: str, client: int | None, dispatch: int | None = None, **details: Any
-    ) -> None:
-        event: dict[str, Any] = {"n": self.events, "time": self.time, "event": kind}
-        if client is not None:
-            event["client"] = client
-        if dispatch is not None:
-            event["dispatch"] = dispatch
-        event |= {"round": self.server.round, "version": self.server.version, **details}
-        self.events += 1
-        chained = self.fingerprint + json.dumps(event)
-        self.fingerprint = hashlib.sha256(chained.encode()).hexdigest()[:32]
-        if self.checker:
-            self.checker(event)
-        for observer in self.observers:
-            observer(event)
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        begin = wall.perf_counter()
-        try:
-            yield
-        finally:
-            self.wall[what] += wall.perf_counter() - begin
+    def _more(self, scores: Mapping[int, Score]) -> dict[str, Any]:
+        self.clusters.keep_similarity(self.round, self.time)
+        found = self.clusters.figures()
+        if self.late:
+            new = [score for client, score in scores.items() if client in self.late]
+            found["accuracy_newcomers"] = over_clients(new)["accuracy"] if new else None
+        return found

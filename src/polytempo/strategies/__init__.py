@@ -14,8 +14,10 @@ from polytempo.strategies.fedasync import FedAsync
 from polytempo.strategies.fedavg import FedAvg, FedProx
 from polytempo.strategies.fedbuff import FedBuff
 from polytempo.strategies.fedsac import FedSaC, FedSaCAsync, FedSaCPACE
+from polytempo.strategies.fedsgd import FedSGD
 from polytempo.strategies.icfl import ICFL, ICFLAsync
 from polytempo.strategies.ifca import IFCA, IFCAAsync
+from polytempo.strategies.p2p import P2P
 from polytempo.strategies.pace import PACE
 from polytempo.strategies.pfedgraph import PFedGraph, PFedGraphAsync
 from polytempo.strategies.port import PORT
@@ -33,6 +35,7 @@ __all__ = [
     "GRAPHS",
     "ICFL",
     "IFCA",
+    "P2P",
     "PACE",
     "PORT",
     "STRATEGIES",
@@ -52,6 +55,7 @@ __all__ = [
     "FedAvg",
     "FedBuff",
     "FedProx",
+    "FedSGD",
     "FedSaC",
     "FedSaCAsync",
     "FedSaCPACE",

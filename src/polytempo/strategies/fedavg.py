@@ -20,19 +20,30 @@ class FedAvg(Strategy):
 
     `w <- sum_i |D_i| theta_i / sum_i |D_i|` over the cohort. A round lasts as long as its slowest
     client. A client whose update is lost is left out of the mean.
+
+    `milestones`: after so many changes of the model the clients' learning rate is multiplied by
+    `gamma`, at each of them.
     """
 
     family: ClassVar[str] = "synchronous, one model"
     paper: ClassVar[str] = "McMahan et al. 2017"
     refill: ClassVar[Refill] = "cohort"
     single_model: ClassVar[bool] = True
-    state: ClassVar[tuple[str, ...]] = ("model", "total", "samples")
+    state: ClassVar[tuple[str, ...]] = ("model", "total", "samples", "changes")
+
+    milestones: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    gamma: Annotated[float, Field(gt=0)] = 0.1
 
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.model = context.initial
+        self.changes = 0  # of the model
         self.total = torch.zeros_like(self.model, dtype=torch.float64)
         self.samples = 0
+
+    def task(self, client: int) -> Task:
+        passed = sum(self.changes >= milestone for milestone in self.milestones)
+        return replace(self.context.task, lr=self.context.task.lr * self.gamma**passed)
 
     def model_for(self, client: int) -> Tensor:
         return self.model
@@ -45,10 +56,15 @@ class FedAvg(Strategy):
     def close_cohort(self) -> bool:
         if not self.samples:
             return False
-        self.model = (self.total / self.samples).to(self.model.dtype)
+        self.model = self.replacement(self.total / self.samples)
         self.total.zero_()
         self.samples = 0
+        self.changes += 1
         return True
+
+    def replacement(self, mean: Tensor) -> Tensor:
+        """The next model, from the mean of what the cohort has uploaded."""
+        return mean.to(self.model.dtype)
 
 
 @STRATEGIES.register("fedprox")
@@ -65,4 +81,4 @@ class FedProx(FedAvg):
     norm_power: Literal[1, 2] = 2
 
     def task(self, client: int) -> Task:
-        return replace(self.context.task, objective=Proximal(self.mu, self.norm_power))
+        return replace(super().task(client), objective=Proximal(self.mu, self.norm_power))

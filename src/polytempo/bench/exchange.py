@@ -1,0 +1,95 @@
+"""One pairing of two peers in two processes, over the loopback interface: a claim, then a model
+each way, checked on arrival."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from polytempo.core.parameters import ParameterSpace
+from polytempo.network.certificates import LOCAL, make_certificates
+from polytempo.network.link import Link
+from polytempo.network.session import Address, Certificates, free_ports
+from polytempo.network.wire import Wire
+from polytempo.peers import DECISIONS, Peer, Snapshot
+
+PARAMETERS = (62_006, 325_000, 11_250_000)  # 0.25, 1.3 and 45 MB: LeNet, a CNN, ResNet-18
+
+
+def measure_exchange(parameters: int, *, tls: bool, repeats: int = 20) -> dict[str, Any]:
+    """From the wish to communicate until the partner's model is at hand, in milliseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        addresses = _addresses(Path(folder), tls)
+        spawn = multiprocessing.get_context("spawn")
+        over = spawn.Event()
+        owner = spawn.Process(target=_own, args=(addresses[0], parameters, over))
+        owner.start()
+        try:
+            seconds = _claim(addresses[1], parameters, repeats)
+        finally:
+            over.set()
+            owner.join()
+    size = 4e-6 * parameters
+    return {
+        "parameters": parameters,
+        "megabytes": size,
+        "tls": tls,
+        "repeats": repeats,
+        "median_ms": 1e3 * median(seconds),
+        "worst_ms": 1e3 * max(seconds),
+        "mb_per_s": 2 * size / median(seconds),
+    }
+
+
+def _addresses(folder: Path, tls: bool) -> list[Address]:
+    here, there = (f"{'tls' if tls else 'tcp'}/127.0.0.1:{port}" for port in free_ports(2))
+    if not tls:
+        return [Address([here]), Address([there], [here])]
+    make_certificates(folder, {"a": LOCAL, "b": LOCAL})
+    a, b = (
+        Certificates(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
+        for name in "ab"
+    )
+    return [Address([here], (), a), Address([there], [here], b)]
+
+
+def _link(name: str, address: Address, parameters: int) -> tuple[Link, Snapshot]:
+    space = ParameterSpace(nn.Linear(parameters - 1, 1))
+    peer = Peer(name, 1, DECISIONS.create("always"), peers=2, patience=10**9)
+    link = Link(peer, Wire("bench", space), address, lambda event, **what: None)
+    return link, Snapshot(space.read(), 0.5, 1)
+
+
+def _own(address: Address, parameters: int, over: Event) -> None:
+    """The other process: always pending, until it is over."""
+    torch.set_num_threads(1)
+    link, snapshot = _link("a", address, parameters)
+    with link:
+        while not over.wait(0.001):
+            link.boundary(snapshot)
+            link.take_fusions()
+        link.leave()
+
+
+def _claim(address: Address, parameters: int, repeats: int) -> list[float]:
+    link, snapshot = _link("b", address, parameters)
+    seconds = []
+    with link:
+        for _ in range(repeats + 1):  # the first warms up
+            while "a" not in link.peer.hints:
+                time.sleep(0.0005)
+            begin = time.perf_counter()
+            link.boundary(snapshot)
+            while not link.take_fusions():
+                time.sleep(0.0002)
+            seconds.append(time.perf_counter() - begin)
+        link.leave()
+    return seconds[1:]

@@ -1,0 +1,138 @@
+"""One peer of a real network from the settings of a run: what `polytempo peer` does.
+
+The settings are those of the simulator, and so are data, initial model and order of the samples:
+peer i has what client i of the simulated federation has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.parameters import ParameterSpace
+from polytempo.core.strategy import Context
+from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.result import write_table
+from polytempo.experiments.run import load_federation
+from polytempo.local import Learner, Schedule
+from polytempo.models import Inputs, build
+from polytempo.network.driver import Driver, Plan
+from polytempo.network.folder import Folder
+from polytempo.network.session import Address
+from polytempo.network.wire import check_name
+from polytempo.storage import replace_text
+from polytempo.strategies.p2p import P2P
+
+SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
+PEER_SETTINGS = (
+    *("strategy", "data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit"),
+    *("model", "buffers", "rounds", "messages", "batch_size", "lr", "momentum", "weight_decay"),
+    *("eval_every", "seed"),
+)
+
+
+def client_of(id: str, client: int | None, clients: int) -> int:
+    """Whose data the peer has: what was said, else the number that its name ends with."""
+    if client is None:
+        digits = id[len(id.rstrip("0123456789")) :]
+        if not digits:
+            raise PolytempoError(
+                f"whose data has peer {id!r}? Name a client with --client, or let the name end "
+                "with its number (peer-0)"
+            )
+        client = int(digits)
+    if not 0 <= client < clients:
+        raise PolytempoError(
+            f"there is no client {client}: the federation has {clients}, from 0 to {clients - 1}"
+        )
+    return client
+
+
+def run_peer(
+    config: RunConfig,
+    id: str,
+    address: Address,
+    out: Path,
+    *,
+    run: str = "polytempo",
+    client: int | None = None,
+    wait: bool = False,
+    save_every: int = SAVE_ROUNDS,
+    pause: float = 0.0,
+    watch: Callable[[dict[str, Any]], None] = lambda event: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Let a peer take part until its target, and write its folder; returns the figures.
+
+    `wait`: begin when all clients of the federation are there, or after half a minute.
+    """
+    strategy = config.make("strategy")
+    if not isinstance(strategy, P2P):
+        name = config.strategy_table["name"]
+        raise PolytempoError(f"peers on a network need the strategy p2p, not {name}")
+    check_name("peer", id)
+    check_name("run", run)
+    federation = load_federation(config)
+    clients = federation.clients
+    client = client_of(id, client, clients)
+    inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
+    space = ParameterSpace(build(config.model, inputs, config.seed), config.buffers)
+    task = config.task()
+    strategy.setup(Context(space.read(), federation.samples, task, config.seed))
+    shard = federation.train[client]
+    target = strategy.iterations(config.rounds)
+    learner = Learner(
+        space,
+        federation.x[shard],
+        federation.y[shard],
+        peer=client,
+        task=task,
+        schedule=Schedule(target, strategy.milestones, strategy.gamma),
+        seed=config.seed,
+        prepare=federation.prepare,
+    )
+    tested = range(clients) if strategy.common_test else [client]
+
+    def evaluate(learner: Learner) -> float:
+        scores = [
+            learner.evaluate(federation.x[federation.test[k]], federation.y[federation.test[k]])
+            for k in tested
+        ]
+        return sum(score.correct for score in scores) / sum(score.total for score in scores)
+
+    plan = Plan(
+        run=run,
+        peers=clients,
+        decision=strategy.decision,
+        fusion=strategy.fusion,
+        steps=strategy.local_steps,
+        messages=None if config.messages is None else max(1, config.messages // clients),
+        eval_every=max(1, config.evaluation_interval // clients),
+        save_every=save_every,
+        wait_for=clients - 1 if wait else 0,
+        pause=pause,
+        seed=config.seed,
+    )
+    folder = Folder(out, id, watch)
+    try:
+        write_config(out / "config.toml", config)
+        driver = Driver(learner, plan, address, folder, evaluate)
+        found = driver.run(interrupted)
+    finally:
+        folder.close()
+    summary = {
+        "strategy": "p2p",
+        "federation": federation.description,
+        "client": client,
+        "parameters": space.size,
+        "seed": config.seed,
+        **found,
+        "version": version("polytempo"),
+    }
+    write_table(out / "history.csv", driver.history)
+    replace_text(out / "result.json", json.dumps(summary, indent=2) + "\n")
+    return summary

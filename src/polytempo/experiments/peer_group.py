@@ -1,0 +1,151 @@
+"""A group of peers on this machine: one process each, on free ports of the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from polytempo.core.errors import PolytempoError
+from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.result import write_table
+from polytempo.experiments.run import holds_run
+from polytempo.local.processes import cores
+from polytempo.network.certificates import LOCAL, make_certificates
+from polytempo.network.session import free_ports
+from polytempo.storage import replace_text
+
+SEEDS = 2  # peers that all others call first
+_PATIENCE = 60.0  # seconds for a pairing under way and the last evaluation, after a signal
+
+
+class Group:
+    """Starts the peers, passes on what they report, and ends them all.
+
+    `watch` is told every event of every peer, by threads of this group.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        out: Path,
+        *,
+        tls: bool = False,
+        options: Sequence[str] = (),
+        watch: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> None:
+        assert config.clients is not None
+        self.names = [f"peer-{number}" for number in range(config.clients)]
+        if holds_run(out):
+            raise PolytempoError(f"{out} holds a run already; choose another --out, or delete it")
+        self.out, self.watch, self.options = out, watch, options
+        ports = free_ports(len(self.names))
+        self.where = [f"{'tls' if tls else 'tcp'}/127.0.0.1:{port}" for port in ports]
+        out.mkdir(parents=True, exist_ok=True)
+        write_config(out / "config.toml", config)
+        self.certificates = out / "certificates" if tls else None
+        if self.certificates is not None:
+            make_certificates(self.certificates, dict.fromkeys(self.names, LOCAL))
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self._readers: list[threading.Thread] = []
+
+    def start(self, number: int) -> subprocess.Popen[str]:
+        """Start this peer, for the first time or again."""
+        name, here = self.names[number], self.where[number]
+        command = [sys.executable, "-m", "polytempo", "peer", "--json"]
+        command += ["--id", name, "--client", str(number), "--listen", here]
+        for seed in self.where[:SEEDS]:
+            command += ["--connect", seed] if seed != here else []
+        command += ["--config", str(self.out / "config.toml"), "--out", str(self.out / name)]
+        if self.certificates is not None:
+            for option, file in (("ca", "ca.pem"), ("cert", f"{name}.pem"), ("key", f"{name}.key")):
+                command += [f"--{option}", str(self.certificates / file)]
+        threads = str(max(1, cores() // len(self.names)))
+        process = subprocess.Popen(
+            [*command, *self.options],
+            stdout=subprocess.PIPE,
+            stderr=(self.out / f"{name}.log").open("a"),
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": threads},
+            start_new_session=True,  # Ctrl-C comes to us alone, and we pass it on
+        )
+        self.processes[name] = process
+        reader = threading.Thread(target=self._read, args=(process,))
+        reader.start()
+        self._readers.append(reader)
+        return process
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.endswith("}\n"):  # a kill may leave half a line
+                self.watch(json.loads(line))
+
+    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Until all have ended; after an interrupt they are asked to."""
+        asked = False
+        for process in [*self.processes.values()]:
+            while process.poll() is None:
+                if interrupted() and not asked:
+                    asked = True
+                    self.stop()
+                try:
+                    process.wait(_PATIENCE if asked else 0.2)
+                except subprocess.TimeoutExpired:
+                    if asked:
+                        process.kill()
+        for reader in self._readers:
+            reader.join()
+
+    def stop(self) -> None:
+        """Ask all peers to finish what is under way and end."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def result(self) -> dict[str, Any]:
+        """The figures over all peers, also written to the folder; those of peers that failed are
+        missing."""
+        found, rows = [], []
+        for name in self.names:
+            file = self.out / name / "result.json"
+            if not file.exists():
+                continue
+            result = json.loads(file.read_text(encoding="utf8"))
+            found.append(result)
+            lines = (self.out / name / "history.csv").read_text(encoding="utf8").splitlines()
+            header, *values = (line.split(",") for line in lines)
+            rows += [{"peer": name, **dict(zip(header, row, strict=True))} for row in values]
+        accuracies = [result["accuracy"] for result in found]
+        summary = {
+            "strategy": "p2p",
+            "complete": len(found) == len(self.names) and all(row["complete"] for row in found),
+            "accuracy": fmean(accuracies) if found else None,
+            "accuracy_best": max(accuracies, default=None),
+            "accuracy_worst": min(accuracies, default=None),
+            "messages": sum(result["messages"] for result in found),
+            "announcements": sum(result["announcements"] for result in found),
+            "fusions": sum(result["fusions"] for result in found),
+            "seconds": max((result["seconds"] for result in found), default=0.0),
+            "failed": {name: self._failure(name) for name in self.names if self._failure(name)},
+            "peers": found,
+        }
+        replace_text(self.out / "result.json", json.dumps(summary, indent=2) + "\n")
+        if rows:
+            write_table(self.out / "history.csv", rows)
+        return summary
+
+    def _failure(self, name: str) -> str | None:
+        """What a peer said when it failed."""
+        code = self.processes[name].returncode
+        if code in (0, 130):  # 130: it was asked to stop
+            return None
+        said = (self.out / f"{name}.log").read_text(encoding="utf8").splitlines()
+        return f"{name} ended with code {code}: {said[-1] if said else 'it said nothing'}"

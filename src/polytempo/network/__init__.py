@@ -1,0 +1,2 @@
+"""Peers on a real network: the engine that drives the state machine of `polytempo.peers` over
+Eclipse Zenoh. Needs the extra `network`."""

@@ -1,0 +1,368 @@
+"""Between the state machine of a peer and the network.
+
+One thread owns the machine. Everything that happens is a job in its queue: what Zenoh's callbacks
+report, what the training loop says at a round's end, and deadlines. So no event meets a machine
+half-way through another, and nothing here needs a lock. A job never waits for the network: models
+are sent by other threads, because a send waits while the line is congested (the alternative, which
+is Zenoh's default for `put`, is to drop the message).
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from polytempo.core.errors import PolytempoError, Refused
+from polytempo.network.session import Address, open_session
+from polytempo.network.wire import Message, Wire
+from polytempo.peers import (
+    Action,
+    Announce,
+    Claim,
+    Exchange,
+    Exchanging,
+    Fusion,
+    Idle,
+    Peer,
+    SetDeadline,
+    Snapshot,
+    Token,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    import zenoh
+
+T = TypeVar("T")
+Job = Callable[[], object]
+Record = Callable[..., None]  # record(event, **what): keeps a log
+_CLAIM, _EXCHANGE = "claim", "exchange"
+_YES, _NO = b"yes", b"no"
+_POLL = 0.02  # seconds between two looks at something that another thread brings about
+
+
+class Link:
+    """A peer's place in the network, from `with` to its end."""
+
+    def __init__(self, peer: Peer, wire: Wire, address: Address, record: Record) -> None:
+        self.peer, self.wire, self.address, self.record = peer, wire, address, record
+        self.present: dict[str, int] = {}  # the incarnation of each other peer that lives
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._deadlines: list[tuple[float, int, Token]] = []
+        self._standing: dict[Token, zenoh.LivelinessToken] = {}
+        self._shown: dict[Token, float] = {}  # the progress that we told the partner of a pairing
+        self._failure: Exception | None = None
+        self._phase = type(peer.phase).__name__
+        self._thread = threading.Thread(target=self._serve, name="polytempo machine")
+
+    # -- for the training loop ------------------------------------------------------------------
+
+    def __enter__(self) -> Link:
+        import zenoh
+
+        self._zenoh = zenoh
+        self._session = open_session(self.address)
+        self._post_office = ThreadPoolExecutor(4, "polytempo sender")
+        before = {*threading.enumerate()}
+        me, key = self.peer.identity, self.wire.key
+        # What others may ask stands before they hear of us.
+        self._declared: list[Any] = [
+            self._session.declare_queryable(key(kind, *me), partial(self._post, answer))
+            for kind, answer in ((_CLAIM, self._claimed), (_EXCHANGE, self._exchanged))
+        ]
+        presence = self._session.liveliness()
+        for kind in ("peer", "ticket"):
+            self._declared.append(
+                presence.declare_subscriber(
+                    key(kind, "**"), partial(self._post, self._presence), history=True
+                )
+            )
+        self._declared.append(presence.declare_token(key("peer", *me)))
+        self._callers = {*threading.enumerate()} - before  # Zenoh's, one a callback
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Undeclare, close and join: Python aborts if a thread of Zenoh's outlives it."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._post_office.shutdown()
+        for declared in (*self._standing.values(), *reversed(self._declared)):
+            declared.undeclare()
+        self._session.close()  # type: ignore[no-untyped-call]
+        for thread in self._callers:
+            thread.join()
+
+    def boundary(self, snapshot: Snapshot) -> None:
+        """A local round has ended with this model."""
+        self._ask(lambda: self._act(self.peer.boundary(snapshot)))
+
+    def take_fusions(self) -> list[tuple[Fusion, float]]:
+        """What has come in since the last call, each with the progress that we told the partner:
+        from the same two numbers both make weights that fit together."""
+        return self._ask(
+            lambda: [(found, self._shown.pop(found.token)) for found in self.peer.take_fusions()]
+        )
+
+    def wait_for(self, others: int, seconds: float, stop: Callable[[], bool]) -> bool:
+        """Wait until so many other peers are there; whether they came in time."""
+        end = time.monotonic() + seconds
+        while len(self.present) < others and not stop():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL)
+        return True
+
+    def leave(self) -> None:
+        """Take part no more, and wait for a pairing under way, which ends by its time-outs."""
+        self._ask(lambda: self._act(self.peer.stop()))
+        while not self._ask(lambda: isinstance(self.peer.phase, Idle)):
+            time.sleep(_POLL)
+
+    # -- the thread that owns the machine -------------------------------------------------------
+
+    def _post(self, job: Callable[..., object], *what: object) -> None:
+        self._jobs.put(partial(job, *what))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Let the machine's thread answer."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._jobs.put(job)
+        return answer.result()
+
+    def _serve(self) -> None:
+        while True:
+            now = time.monotonic()
+            if self._deadlines and self._deadlines[0][0] <= now:
+                job: Job | None = partial(self._deadline, heapq.heappop(self._deadlines)[2])
+            else:
+                wait = self._deadlines[0][0] - now if self._deadlines else None
+                try:
+                    job = self._jobs.get(timeout=wait)
+                except queue.Empty:
+                    continue
+            if job is None:
+                return
+            try:
+                job()
+            except Exception as error:  # the training loop raises it at the next round's end
+                self._failure = error
+
+    def _deadline(self, token: Token) -> None:
+        self._act(self.peer.deadline(token))
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        """Carry out what the machine wants."""
+        phase = type(self.peer.phase).__name__
+        if phase != self._phase:
+            self._phase = phase
+            self.record("phase", phase=phase)
+        for action in actions:
+            match action:
+                case Announce(token):
+                    key = self.wire.key("ticket", *token)
+                    self._standing[token] = self._session.liveliness().declare_token(key)
+                case Withdraw(token):
+                    self._standing.pop(token).undeclare()  # type: ignore[no-untyped-call]
+                case Claim(token, timeout):
+                    self._query(token, None, timeout, self._claim_answered)
+                case Exchange(token, snapshot, timeout):
+                    self._shown[token] = snapshot.progress
+                    self._send(self._query, token, snapshot, timeout, self._exchange_answered)
+                case SetDeadline(token, seconds):
+                    at = time.monotonic() + seconds
+                    heapq.heappush(self._deadlines, (at, token.ticket, token))
+
+    # -- presence -------------------------------------------------------------------------------
+
+    def _presence(self, sample: zenoh.Sample) -> None:
+        stands = sample.kind == self._zenoh.SampleKind.PUT
+        try:
+            who = self.wire.parse(str(sample.key_expr))
+        except Refused as error:
+            self.record("refused", why=str(error))
+            return
+        me = self.peer.identity
+        if who.peer == me.peer:
+            if stands and who.incarnation > me.incarnation:
+                raise PolytempoError(
+                    f"another process runs as {me.peer!r} now (incarnation {who.incarnation}, this "
+                    f"one is {me.incarnation}); give each peer an --id of its own"
+                )
+        elif isinstance(who, Token):
+            self._act(self.peer.appeared(who) if stands else self.peer.vanished(who))
+        elif stands:
+            self.present[who.peer] = max(who.incarnation, self.present.get(who.peer, 0))
+            self.record("joined", who=list(who))
+        else:
+            if self.present.get(who.peer) == who.incarnation:
+                del self.present[who.peer]
+            self.record("left", who=list(who))
+            self._act(self.peer.gone(who))
+
+    # -- as the owner of a ticket ---------------------------------------------------------------
+
+    def _claimed(self, query: zenoh.Query) -> None:
+        with query:
+            try:
+                message = self._read(query, weights=False)
+            except Refused as error:
+                self._refuse(query, str(error))
+                return
+            granted, actions = self.peer.claimed(message.by, message.token)
+            if granted:
+                self.record("granted", token=list(message.token), to=list(message.by))
+            self._reply(query, _CLAIM, _YES if granted else _NO, express=True)
+            self._act(actions)
+
+    def _exchanged(self, query: zenoh.Query) -> None:
+        try:
+            message = self._read(query, weights=True)
+        except Refused as error:
+            with query:
+                self._refuse(query, str(error))
+            return
+        assert message.snapshot is not None
+        mine, actions = self.peer.exchanged(message.by, message.token, message.snapshot)
+        if mine is None:
+            with query:
+                self._refuse(query, f"the ticket {tuple(message.token)} was not granted to you")
+        else:
+            self.record("paired", side="owner", token=list(message.token), to=list(message.by))
+            self._shown[message.token] = mine.progress
+            self._send(self._send_back, query, message.token, mine)
+        self._act(actions)
+
+    def _send_back(self, query: zenoh.Query, token: Token, snapshot: Snapshot) -> None:
+        with query:
+            header, payload = self.wire.write(self.peer.identity, token, snapshot)
+            self._reply(query, _EXCHANGE, payload, attachment=header)
+
+    def _reply(self, query: zenoh.Query, kind: str, payload: bytes, **more: Any) -> None:
+        """Under our own key: that of the query may be a pattern."""
+        try:
+            query.reply(self.wire.key(kind, *self.peer.identity), payload, **more)
+        except self._zenoh.ZError as error:  # the line broke: silence to the claimer
+            self.record("unsent", why=str(error))
+
+    def _refuse(self, query: zenoh.Query, why: str) -> None:
+        self.record("refused", why=why)
+        try:
+            query.reply_err(why.encode()[:500])
+        except self._zenoh.ZError as error:
+            self.record("unsent", why=str(error))
+
+    # -- as a claimer ---------------------------------------------------------------------------
+
+    def _query(
+        self,
+        token: Token,
+        snapshot: Snapshot | None,
+        timeout: float,
+        done: Callable[[Token, Sequence[zenoh.Reply]], None],
+    ) -> None:
+        """Ask the token's owner; `done` gets the replies, none if nobody answered in time."""
+        replies: list[zenoh.Reply] = []
+        header, payload = self.wire.write(self.peer.identity, token, snapshot)
+        kind = _CLAIM if snapshot is None else _EXCHANGE
+
+        def over() -> None:
+            self._post(done, token, replies)
+
+        try:
+            self._session.get(
+                self.wire.key(kind, *token.owner),
+                self._zenoh.handlers.Callback(replies.append, over),
+                payload=payload,
+                attachment=header,
+                timeout=timeout,
+                consolidation=self._zenoh.ConsolidationMode.NONE,
+                **self._manner(kind),
+            )
+        except self._zenoh.ZError as error:
+            self.record("unsent", why=str(error))
+            over()
+
+    def _claim_answered(self, token: Token, replies: Sequence[zenoh.Reply]) -> None:
+        answers = {_YES: True, _NO: False}
+        answer = self._answer(token, replies)
+        granted = None if answer is None else answers.get(answer.payload.to_bytes())
+        self._act(self.peer.claim_answered(token, granted))
+
+    def _exchange_answered(self, token: Token, replies: Sequence[zenoh.Reply]) -> None:
+        snapshot = None
+        answer = self._answer(token, replies)
+        try:
+            if answer is not None:
+                message = self._read(answer, weights=True)
+                if (message.by, message.token) != (token.owner, token):
+                    raise Refused(f"the answer of {message.by} is not of the owner of {token}")
+                snapshot = message.snapshot
+        except Refused as error:
+            self.record("refused", why=str(error))
+        paired = snapshot is not None and self.peer.phase == Exchanging(token)
+        actions = self.peer.exchange_answered(token, snapshot)
+        if paired:
+            self.record("paired", side="claimer", token=list(token), to=list(token.owner))
+        else:
+            self._shown.pop(token, None)
+        self._act(actions)
+
+    def _answer(self, token: Token, replies: Sequence[zenoh.Reply]) -> zenoh.Sample | None:
+        """The one good reply. That there is none is all that Zenoh says of a failure."""
+        for reply in replies:
+            if reply.ok is not None:
+                return reply.ok
+        why = [reply.err.payload.to_bytes()[:500].decode(errors="replace") for reply in replies]  # type: ignore[union-attr]
+        self.record("unanswered", token=list(token), why=why)
+        return None
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def _read(self, letter: zenoh.Query | zenoh.Sample, *, weights: bool) -> Message:
+        """The message in a query or a reply; its size is looked at before its bytes."""
+        header, payload = letter.attachment, letter.payload
+        size = 0 if payload is None else len(payload)
+        if size > self.wire.most_payload:
+            raise Refused(f"it has {size} bytes; at most {self.wire.most_payload} are read")
+        return self.wire.read(
+            b"" if header is None else header.to_bytes(),
+            b"" if payload is None else payload.to_bytes(),
+            weights=weights,
+        )
+
+    def _send(self, send: Callable[..., None], *what: Any) -> None:
+        """On a thread of the post office."""
+
+        def attempt() -> None:
+            try:
+                send(*what)
+            except Exception as error:  # the training loop raises it at the next round's end
+                self._failure = error
+
+        self._post_office.submit(attempt)
+
+    def _manner(self, kind: str) -> dict[str, Any]:
+        """A claim overtakes the models on the line; neither is ever dropped. A reply travels in
+        the manner of its query."""
+        priority = self._zenoh.Priority
+        return {
+            "congestion_control": self._zenoh.CongestionControl.BLOCK,
+            "priority": priority.INTERACTIVE_HIGH if kind == _CLAIM else priority.DATA_LOW,
+            "express": kind == _CLAIM,
+        }

@@ -1,0 +1,43 @@
+"""FedSGD (McMahan et al., AISTATS 2017): what FedAvg is with a single gradient a round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polytempo.core.strategy import STRATEGIES, Context
+from polytempo.core.task import Task
+from polytempo.strategies.fedavg import FedAvg
+
+
+@STRATEGIES.register("fedsgd")
+class FedSGD(FedAvg):
+    """Synchronous SGD: a cohort sends one gradient each, the server takes a step by their mean.
+
+    `g = sum_i |D_i| g_i / sum_i |D_i|`, then a step of SGD on the server with the task's learning
+    rate and momentum (weight decay is in the gradients): as if the cohort's mini-batches were one.
+    The yardstick of what local steps save: it needs two messages a client for every step. The
+    task's epochs and steps have no meaning.
+
+    `milestones`: after so many steps the learning rate is multiplied by `gamma`, at each of them.
+
+    Statistics of batch normalisation have no gradient: they would stay as they were initialised.
+    Use models without.
+    """
+
+    state: ClassVar[tuple[str, ...]] = (*FedAvg.state, "momentum")
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self.momentum = torch.zeros_like(self.total)
+
+    def task(self, client: int) -> Task:
+        return replace(super().task(client), upload="gradient")
+
+    def replacement(self, mean: Tensor) -> Tensor:
+        task = self.task(0)  # the same for all
+        self.momentum = task.momentum * self.momentum + mean
+        return (self.model - task.lr * self.momentum).to(self.model.dtype)

@@ -1,0 +1,71 @@
+"""Asynchronous learning among peers, without a server (Sad et al.: Towards Asynchronous
+Peer-to-Peer Federated Learning for Heterogeneous Systems, EuroMLSys 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
+from polytempo.peers.decision import DECISIONS, Decision, Uniform
+from polytempo.peers.fusion import FUSIONS, FusionRule, ProgressWeighted
+
+
+@STRATEGIES.register("p2p")
+class P2P(Strategy):
+    """Peers train for themselves, and now and then two of them mix their models. No server.
+
+    Use it where there is nobody to run a server, or nobody to trust with one. After a local round
+    a peer decides whether to look for a partner; who finds nobody waits for one and trains on
+    meanwhile. Momentum and schedule go on over a mixing.
+
+    `decision`: when to look for a partner: uniform (with probability `decision.rate` / K; the
+    paper's rate is 2), every (`decision.rounds` local rounds), always, or never (local training
+    alone). `fusion`: how much a partner counts: progress (by its share of the progress,
+    `fusion.wf0` in all) or naive (`fusion.weight`, fixed).
+    `local_steps`: iterations of a local round. `target`: iterations of each peer in the whole run;
+    None: what it takes for the run's rounds, shared equally. At each of the `milestones`, shares of
+    the target, the learning rate is multiplied by `gamma`. A peer that has reached its target takes
+    part no more. `common_test`: every peer is tested on the test samples of all (the paper), not
+    only on its own; slower, and of use where all hold data of one kind. `score_fusions`: test each
+    model just before and just after a fusion too (slow): what fusions do to whom.
+
+    A round is a local round of one peer, and a version a pairing. Slots have no meaning: all peers
+    train all the time.
+
+    Where we depart from the paper: the peer that waits decides who gets it, where the paper's
+    replicated buffer would let two claim it at once; what a peer receives while it trains is mixed
+    into its weights at the end of the local round.
+    """
+
+    family: ClassVar[str] = "peer to peer, personalised"
+    paper: ClassVar[str] = "Sad et al. 2025"
+    refill: ClassVar[Refill] = "same"
+    all_slots: ClassVar[bool] = True
+
+    decision: Annotated[Decision, BeforeValidator(DECISIONS.create)] = field(
+        default_factory=Uniform
+    )
+    fusion: Annotated[FusionRule, BeforeValidator(FUSIONS.create)] = field(
+        default_factory=ProgressWeighted
+    )
+    local_steps: Annotated[int, Field(ge=1)] = 5
+    target: Annotated[int, Field(ge=1)] | None = None
+    milestones: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.75)
+    gamma: Annotated[float, Field(gt=0)] = 0.1
+    common_test: bool = False
+    score_fusions: bool = False
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self.models = [context.initial] * context.clients  # as the engine keeps them up to date
+
+    def model_for(self, client: int) -> Tensor:
+        return self.models[client]
+
+    def iterations(self, rounds: int) -> int:
+        """The target of each peer in a run of so many local rounds of all together."""
+        return self.target or max(1, rounds // self.context.clients) * self.local_steps

@@ -1,0 +1,128 @@
+"""Peers from the command line, beside methods with a server."""
+
+import csv
+import json
+
+import pytest
+
+from polytempo import Federation, PolytempoError, simulate
+from polytempo.experiments.published import load_experiment
+
+TINY = (
+    *("--data", "digits", "--limit", 200, "--clients", 4, "--model", "linear"),
+    *("--rounds", 24, "--eval-every", 4, "--adapt-epochs", 1, "--batch-size", 16, "--steps", 3),
+)
+P2P = "p2p:decision=always,local_steps=3"
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_of_peers_leaves_a_folder_as_any_other(polytempo, tmp_path, monkeypatch):
+    monkeypatch.undo()  # with plots
+    place = tmp_path / "run"
+    outcome = polytempo("run", *TINY, "--strategy", P2P, "--out", place, "--check", "--events")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((place / "result.json").read_text())
+    assert "models exchanged" in outcome.out and "24 local rounds" in outcome.out
+    assert (found["strategy"], found["arrivals"], found["complete"]) == ("p2p", 24, True)
+    assert found["accuracy_adapted"] > 0
+    sent = found["messages"]
+    assert sent["exchange"] > 0 and sent["exchange"] % 2 == 0
+    assert sent["exchange_bytes"] == sent["exchange"] * 4 * found["parameters"]
+    history = rows(place / "history.csv")
+    assert [int(row["round"]) for row in history] == [0, 4, 8, 12, 16, 20, 24]
+    assert int(history[-1]["messages"]) == sent["exchange"]
+    each = rows(place / "peers.csv")
+    assert len(each) == 4 * len(history)
+    last = [float(row["accuracy"]) for row in each[-4:]]
+    assert float(history[-1]["accuracy"]) == pytest.approx(sum(last) / 4)
+    assert [peer["accuracy"] for peer in found["peers"]] == last
+    assert all(peer["iterations"] == 18 for peer in found["peers"])
+    for name in ("accuracy.png", "peers.png"):
+        assert (place / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    kinds = [json.loads(line)["event"] for line in (place / "events.jsonl").open()]
+    assert kinds.count("train") == 24 and kinds.count("exchange") == sent["exchange"]
+
+
+def test_peers_go_on_where_they_were_interrupted(polytempo, tmp_path, interrupt):
+    whole = polytempo("run", *TINY, "--strategy", P2P, "--out", tmp_path / "whole", "--json").json
+    place = tmp_path / "part"
+    interrupt(40)
+    assert polytempo("run", *TINY, "--strategy", P2P, "--out", place).code == 130
+    rest = polytempo("run", "--resume", place, "--json").json
+    assert rest["fingerprint"] == whole["fingerprint"]
+    assert rest["peers"] == whole["peers"]
+    outcome = polytempo("run", "--resume", place, "--rounds", 48)
+    assert "18 iterations" in outcome.error and "36" in outcome.error
+
+
+def test_peers_and_servers_side_by_side(polytempo, tmp_path, monkeypatch):
+    monkeypatch.undo()  # with plots
+    methods = (P2P, "p2p:decision=never", "fedavg", "fedsgd", "standalone")
+    given = (*TINY, "--messages", 10, "--slots", 4, "--out", tmp_path)
+    found = polytempo("compare", *methods, *given, "--json").json
+    models = [
+        sum(run["messages"].get(k, 0) for k in ("dispatch", "upload", "multicast", "exchange"))
+        for run in found
+    ]
+    assert models == [10, 0, 10, 10, 0]
+    assert [run["arrivals"] for run in found][2:] == [4, 4, 24]
+    assert (tmp_path / "accuracy_messages.png").stat().st_size > 10_000
+    table = rows(tmp_path / "summary.csv")
+    assert [row["messages"] for row in table] == ["10", "0", "10", "10", "0"]
+    again = polytempo("compare", *methods, *given, "--json").json
+    assert again == found
+
+
+def test_peers_are_listed_with_their_options(polytempo):
+    [found] = [row for row in polytempo("strategies", "--json").json if row["name"] == "p2p"]
+    assert found["parameters"]["decision"] == "uniform"
+    assert found["parameters"]["decision.rate"] == 2
+    assert found["parameters"]["fusion.wf0"] == 1
+    assert found["parameters"]["local_steps"] == 5
+
+
+@pytest.mark.parametrize("settings", [{"refill": "idle"}, {"diagnose": 5}])
+def test_what_is_about_a_server_is_refused(settings):
+    fed = Federation.load("digits", clients=4, limit=200, partition="iid")
+    with pytest.raises(PolytempoError, match=f"{next(iter(settings))} .* p2p has no server"):
+        simulate(fed, strategy="p2p", model="linear", **settings)
+
+
+def test_unknown_options_of_peers_are_named(polytempo):
+    assert "did you mean 'rate'?" in polytempo("run", "--strategy", "p2p:decision.rates=2").error
+    assert "no decision maker is called" in polytempo("run", "--strategy", "p2p:decision=x").error
+
+
+# -- the paper's experiments ---------------------------------------------------------------------
+
+
+def test_table_1_gives_all_methods_one_budget_and_as_many_iterations():
+    table = load_experiment("p2p/table1")
+    for column in table.columns:
+        settings = {row: table.config(row, column, 0, quick=False) for row in table.rows}
+        clients, budget = settings["p2p"].clients, settings["p2p"].messages
+        assert {config.messages for config in settings.values()} == {budget}
+        assert {config.slots for config in settings.values()} == {clients}
+        local = settings["p2p"].strategy_table["local_steps"]
+        target = settings["p2p"].rounds // clients * local
+        assert target == 2000
+        assert 2 * target / local == budget  # two messages in a local round of all
+        cohorts = budget // (2 * clients)
+        assert settings["fedavg"].steps * cohorts == target
+        for row in ("fedavg", "fedsgd"):
+            assert settings[row].rounds >= cohorts * clients
+            assert settings[row].strategy_table["milestones"] == [cohorts // 2, cohorts * 3 // 4]
+        # the paper's 250,000 iterations and its budget, 125 times smaller
+        assert budget * 125 == int(column.rpartition("-")[2].removesuffix("k")) * 1000
+
+
+def test_the_slow_peer_is_four_times_slower():
+    [column] = (fastslow := load_experiment("p2p/fastslow")).columns
+    for row in fastslow.rows:
+        config = fastslow.config(row, column, 0, quick=False)
+        assert sorted(config.make("devices").factors(config.clients, 0)) == [1, 4]
+        assert config.rounds // config.clients * config.strategy_table["local_steps"] == 2000

@@ -1,0 +1,57 @@
+"""What the tests of the network share: peers within one process."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from nearby import free_ports
+from torch import nn
+
+from polytempo.core.parameters import ParameterSpace
+from polytempo.network.link import Link
+from polytempo.network.session import Address
+from polytempo.network.wire import Wire
+from polytempo.peers import DECISIONS, Peer
+
+
+@dataclass
+class Place:
+    """A run on the loopback interface; all who enter it leave it at the end of the test."""
+
+    size: int = 12
+    ports: list = field(default_factory=lambda: free_ports(6))
+    links: list = field(default_factory=list)
+
+    def wire(self, run="test"):
+        return Wire(run, ParameterSpace(nn.Linear(self.size - 1, 1)))
+
+    def enter(self, name, decision="always", incarnation=1, connect=0, **options):
+        """A peer that listens on the next port and calls another (the first, unless it is said
+        otherwise), and what it recorded."""
+        where = [f"tcp/127.0.0.1:{port}" for port in self.ports]
+        number = len(self.links)
+        address = Address([where[number]], [where[connect]] if number != connect else [])
+        peer = Peer(name, incarnation, DECISIONS.create(decision), peers=2, **options)
+        events = []
+        link = Link(peer, self.wire(), address, lambda event, **what: events.append((event, what)))
+        link.events = events
+        self.links.append(link.__enter__())
+        return link
+
+    def leave(self, link):
+        link.__exit__()
+        self.links.remove(link)
+
+
+@pytest.fixture
+def place():
+    found = Place()
+    yield found
+    for link in [*found.links]:
+        found.leave(link)
+
+
+@pytest.fixture
+def vector():
+    """Twelve numbers, other ones for each seed."""
+    return lambda seed: torch.randn(12, generator=torch.Generator().manual_seed(seed))

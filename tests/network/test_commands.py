@@ -1,0 +1,116 @@
+"""The commands `peer`, `peers` and `certs` as a newcomer meets them."""
+
+import json
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from polytempo.cli import app
+from polytempo.cli_peers import Board, in_words, is_local
+from polytempo.core.errors import PolytempoError
+from polytempo.experiments.peer import client_of
+
+TINY = ("--data", "synthetic:groups=2,features=8", "--clients", 2, "--model", "linear")
+
+
+def polytempo(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def error(*arguments):
+    outcome = polytempo(*arguments)
+    assert isinstance(outcome.exception, PolytempoError), outcome.output
+    return str(outcome.exception)
+
+
+def peer(folder, *arguments, listen="tcp/127.0.0.1:0", name="peer-0"):
+    return ("peer", "--id", name, "--listen", listen, "--out", folder / "p", *TINY, *arguments)
+
+
+def test_certs_writes_an_authority_and_a_certificate_for_each(tmp_path):
+    outcome = polytempo("certs", "--out", tmp_path, "--names", "ann, bob=10.0.0.7")
+    assert outcome.exit_code == 0, outcome.output
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {f"{who}.{kind}" for who in ("ca", "ann", "bob") for kind in ("pem", "key")}
+    assert "already" in error("certs", "--out", tmp_path, "--names", "bob")
+    assert "at least one peer" in error("certs", "--out", tmp_path, "--names", ",")
+    assert "is no name" in error("certs", "--out", tmp_path, "--names", "a/b")
+
+
+def test_one_peer_alone_reaches_its_target_and_goes_on_for_more(tmp_path):
+    """Its folder holds what a run's folder holds; a longer target goes on from there."""
+    first = polytempo(*peer(tmp_path, "--strategy", "p2p:target=20"))
+    assert first.exit_code == 0, first.output
+    result = json.loads((tmp_path / "p" / "result.json").read_text())
+    assert (result["iterations"], result["complete"], result["client"]) == (20, True, 0)
+    history = (tmp_path / "p" / "history.csv").read_text().splitlines()
+    assert history[0].startswith("iteration,accuracy,messages")
+    assert history[-1].startswith("20,")
+    more = polytempo(*peer(tmp_path, "--strategy", "p2p:target=30", "--json"))
+    assert more.exit_code == 0, more.output
+    events = [json.loads(line) for line in more.output.splitlines() if line.startswith("{")]
+    assert events[0]["event"] == "started" and events[0]["iteration"] == 20
+    assert json.loads((tmp_path / "p" / "result.json").read_text())["iterations"] == 30
+
+
+def test_mistakes_are_said_with_their_remedy(tmp_path):
+    assert "need the strategy p2p, not pace" in error(*peer(tmp_path, "--strategy", "pace"))
+    assert "--ca, --cert and --key" in error(*peer(tmp_path, "--ca", tmp_path / "ca.pem"))
+    assert "--client" in error(*peer(tmp_path, name="ann"))
+    assert "is no name" in error(*peer(tmp_path, name="a/b"))
+    assert "from 0 to 1" in error(*peer(tmp_path, "--client", 2))
+    assert "tcp/HOST:PORT" in error(*peer(tmp_path, listen="7447"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        where = f"tcp/127.0.0.1:{taken.getsockname()[1]}"
+        assert "in use" in error(*peer(tmp_path, listen=where))
+    files = [tmp_path / name for name in ("ca.pem", "a.pem", "a.key")]
+    options = ("--ca", files[0], "--cert", files[1], "--key", files[2])
+    assert "there is no file" in error(*peer(tmp_path, *options, listen="tls/127.0.0.1:0"))
+
+
+@pytest.mark.parametrize("command", ["peer", "peers", "certs"])
+def test_a_missing_library_is_said(monkeypatch, command, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = {
+        "peer": peer(tmp_path),
+        "peers": ("peers", "--out", tmp_path / "x"),
+        "certs": ("certs", "--out", tmp_path, "--names", "ann"),
+    }
+    assert 'pip install "polytempo[network]"' in error(*arguments[command])
+
+
+def test_a_peer_has_the_data_of_its_number():
+    assert client_of("peer-12", None, 20) == 12
+    assert client_of("peer-12", 3, 20) == 3
+
+
+def test_a_group_learns_and_leaves_a_summary(tmp_path):
+    settings = [*TINY[:2], *TINY[4:], "--strategy", "p2p:target=200,decision=always"]
+    outcome = polytempo("peers", "--local", 2, "--out", tmp_path / "two", *settings, "--json")
+    assert outcome.exit_code == 0, outcome.output
+    summary = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert summary["complete"] and summary["failed"] == {}
+    assert [found["iterations"] for found in summary["peers"]] == [200, 200]
+    mean = sum(found["accuracy"] for found in summary["peers"]) / 2
+    assert summary["accuracy"] == pytest.approx(mean)
+    assert summary["fusions"] > 0  # they began together
+    assert "holds a run already" in error("peers", "--out", tmp_path / "two", "--local", 2)
+
+
+def test_only_loopback_addresses_are_safe_without_certificates():
+    assert is_local("tcp/127.0.0.1:7447") and is_local("tcp/[::1]:7447")
+    assert not is_local("tcp/0.0.0.0:7447") and not is_local("tcp/192.168.1.7:7447")
+
+
+def test_people_are_told_what_matters():
+    said = {"peer": "a", "iteration": 7, "event": "fused", "partner": ["bob", 1]}
+    assert in_words(said) == "iteration 7: fused with bob"
+    assert in_words({**said, "event": "phase", "phase": "Idle"}) is None
+    board = Board()
+    board.note({**said, "event": "started", "target": 9})
+    board.note(said)
+    row = [list(column.cells) for column in board.table().columns]
+    assert row == [["a"], ["7/9"], ["-"], ["1"], ["bob"], ["-"]]

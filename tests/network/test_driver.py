@@ -1,0 +1,104 @@
+"""A peer that trains and fuses, is interrupted, and goes on as if nothing had happened."""
+
+import threading
+
+import pytest
+import torch
+from nearby import free_ports, wait_until
+from torch import nn
+
+from polytempo.core.parameters import ParameterSpace
+from polytempo.core.task import Task
+from polytempo.local import Learner, Schedule
+from polytempo.network.driver import Driver, Plan
+from polytempo.network.folder import Folder
+from polytempo.network.session import Address
+from polytempo.peers import DECISIONS, FUSIONS
+
+
+def driver(folder, name, address, target=60, decision="never", watch=lambda event: None, **plan):
+    torch.manual_seed(0)
+    space = ParameterSpace(nn.Linear(4, 3))
+    draws = torch.Generator().manual_seed(len(name))
+    x, y = torch.randn(40, 4, generator=draws), torch.randint(3, (40,), generator=draws)
+    learner = Learner(
+        space, x, y, peer=0, task=Task(batch_size=8, lr=0.1), schedule=Schedule(target), seed=1
+    )
+    chosen = Plan(
+        run="test",
+        peers=2,
+        decision=DECISIONS.create(decision),
+        fusion=FUSIONS.create("progress"),
+        **plan,
+    )
+    evaluate = lambda learner: learner.evaluate(x, y).correct / len(y)  # noqa: E731
+    return Driver(learner, chosen, address, Folder(folder, name, watch), evaluate)
+
+
+@pytest.fixture
+def addresses():
+    here, there = (f"tcp/127.0.0.1:{port}" for port in free_ports(2))
+    return Address([here]), Address([there], [here])
+
+
+def test_an_interrupted_peer_goes_on_bit_for_bit(tmp_path, addresses):
+    whole = driver(tmp_path / "whole", "ann", addresses[0])
+    assert whole.run()["complete"]
+    first = driver(tmp_path / "parts", "ann", addresses[0])
+    looks = iter(range(100))
+    found = first.run(lambda: next(looks) >= 5)
+    assert not found["complete"] and 0 < found["iterations"] < 60
+    second = driver(tmp_path / "parts", "ann", addresses[0])
+    assert second.learner.iteration == found["iterations"]
+    assert second.folder.incarnation > first.folder.incarnation
+    done = second.run()
+    assert done["complete"] and done["iterations"] == done["target"] == 60
+    assert torch.equal(second.learner.params, whole.learner.params)
+    assert torch.equal(second.learner.momentum, whole.learner.momentum)
+    assert second.history[0]["iteration"] == 0 and second.history[-1]["iteration"] == 60
+    assert done["seconds"] > found["seconds"]
+
+
+def test_two_peers_learn_together_until_the_budget_is_spent(tmp_path, addresses):
+    events, results = [], {}
+
+    def take_part(number, name):
+        one = driver(
+            *(tmp_path / name, name, addresses[number], 10**6, "always", events.append),
+            messages=3,
+            wait_for=1,
+            pause=0.01,
+        )
+        results[name] = one.run(lambda: len(results) > 0)  # when the other has left, leave too
+
+    threads = [threading.Thread(target=take_part, args=each) for each in enumerate(("ann", "bob"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(found["messages"] for found in results.values()) == 3
+    fused = [(event["peer"], event["side"], *event["token"]) for event in events if is_fused(event)]
+    assert len(fused) == len({*fused}) >= 4
+    owners = {tuple(token) for _, side, *token in fused if side == "owner"}
+    assert {tuple(token) for _, side, *token in fused if side == "claimer"} <= owners
+    assert sum(found["fusions"] for found in results.values()) == len(fused)
+
+
+def is_fused(event):
+    return event["event"] == "fused"
+
+
+def test_training_stops_with_the_error_that_the_network_met(tmp_path, addresses):
+    """A failure in the machine's thread is not swallowed."""
+    one = driver(tmp_path / "a", "ann", addresses[0], 10**6, "always", pause=0.01)
+    one.wire.key = broken(one.wire.key)
+    with pytest.raises(ZeroDivisionError):
+        one.run()
+    wait_until(lambda: not any("polytempo" in t.name for t in threading.enumerate()))
+
+
+def broken(key):
+    def of(kind, *parts):
+        return 1 / 0 if kind == "ticket" and "**" not in parts else key(kind, *parts)
+
+    return of

@@ -1,0 +1,134 @@
+"""Two and more peers on the loopback interface, driven event by event."""
+
+import pytest
+import torch
+from nearby import wait_until
+
+from polytempo.core.errors import PolytempoError
+from polytempo.peers import FUSIONS, Granted, Idle, Pending, Snapshot, Token
+
+
+def of(link, kind):
+    return [what for event, what in link.events if event == kind]
+
+
+def test_two_peers_pair_exchange_and_both_fuse(place, vector):
+    ann, bob = place.enter("ann"), place.enter("bob")
+    assert ann.wait_for(1, 30, lambda: False) and bob.wait_for(1, 30, lambda: False)
+    ann.boundary(Snapshot(vector(1), 0.25, 10))
+    wait_until(lambda: "ann" in bob.peer.hints)
+    bob.boundary(Snapshot(vector(2), 0.75, 30))
+    got = []
+    for link in (ann, bob):
+        wait_until(lambda link=link: link.peer.phase == Idle() and link.peer.model_messages == 1)
+        got.append(link.take_fusions())
+        assert link.take_fusions() == []
+    ((from_bob, anns),), ((from_ann, bobs),) = got
+    assert (anns, bobs) == (0.25, 0.75)  # what each told the other
+    assert from_bob.token == from_ann.token == Token("ann", 1, 1)
+    assert (from_bob.partner, from_ann.partner) == (("bob", 1), ("ann", 1))
+    assert (from_bob.snapshot.progress, from_bob.snapshot.iteration) == (0.75, 30)
+    assert torch.equal(from_bob.snapshot.params, vector(2))
+    assert torch.equal(from_ann.snapshot.params, vector(1))
+    # Eq. 3 by hand: ann has a quarter of the sum of progress, bob three quarters; local steps
+    # that were made meanwhile (here: plus one) stay.
+    fused = FUSIONS.create("progress").fuse(vector(1) + 1, [from_bob.snapshot], 0.25)
+    torch.testing.assert_close(fused, 0.25 * (vector(1) + 1) + 0.75 * vector(2))
+    assert [what["side"] for what in of(ann, "paired")] == ["owner"]
+    assert [what["side"] for what in of(bob, "paired")] == ["claimer"]
+    assert ann.peer.hints == {} and of(ann, "refused") == of(bob, "refused") == []
+    wait_until(lambda: bob.peer.hints == {})
+
+
+def test_a_latecomer_sees_who_is_pending_and_who_lives(place, vector):
+    ann = place.enter("ann")
+    ann.boundary(Snapshot(vector(1), 0.5, 1))
+    late = place.enter("late")
+    wait_until(lambda: late.peer.hints == {"ann": Token("ann", 1, 1)})
+    wait_until(lambda: late.present == {"ann": 1})
+
+
+def test_a_seed_may_come_later_than_those_who_call_it(place):
+    early = place.enter("early", connect=1)
+    place.enter("seed", connect=1)
+    wait_until(lambda: early.present == {"seed": 1})
+
+
+def test_gossip_brings_peers_together_that_know_a_third_only(place):
+    first, second, third = (place.enter(name) for name in ("first", "second", "third"))
+    for link in (first, second, third):
+        wait_until(lambda link=link: len(link.present) == 2)
+    assert second.present == {"first": 1, "third": 1}
+
+
+def test_one_of_two_claimers_is_granted(place, vector):
+    """Both claim the same ticket at once; the other one becomes pending."""
+    owner, *others = (place.enter(name) for name in ("a", "b", "c"))
+    owner.boundary(Snapshot(vector(0), 0.5, 1))
+    for link in others:
+        wait_until(lambda link=link: "a" in link.peer.hints)
+    for link in others:
+        link.boundary(Snapshot(vector(1), 0.5, 1))
+    wait_until(lambda: len(of(owner, "paired")) == 1)
+    phases = lambda: sorted(type(link.peer.phase).__name__ for link in others)  # noqa: E731
+    wait_until(lambda: phases() == ["Idle", "Pending"])
+    assert len(of(owner, "granted")) == 1
+    assert [link.peer.model_messages for link in (owner, *others)].count(1) == 2
+
+
+def test_who_leaves_is_forgotten_and_comes_back_as_somebody_else(place, vector):
+    ann, bob = place.enter("ann"), place.enter("bob")
+    bob.boundary(Snapshot(vector(1), 0.5, 1))
+    wait_until(lambda: ann.peer.hints == {"bob": Token("bob", 1, 1)})
+    place.leave(bob)
+    wait_until(lambda: ann.present == {} and ann.peer.hints == {})
+    place.enter("bob", incarnation=2)
+    wait_until(lambda: ann.present == {"bob": 2})
+    assert [what["who"] for what in of(ann, "left")] == [["bob", 1]]
+
+
+def test_a_grant_ends_with_the_life_of_its_claimer(place, vector):
+    owner, claimer = place.enter("a"), place.enter("b", "never")
+    owner.boundary(Snapshot(vector(0), 0.5, 1))
+    wait_until(lambda: "a" in claimer.peer.hints)
+    claimer._query(Token("a", 1, 1), None, 3.0, lambda token, replies: None)
+    wait_until(lambda: owner.peer.phase == Granted(("b", 1), Token("a", 1, 1)))
+    place.leave(claimer)
+    wait_until(lambda: owner.peer.phase == Idle())
+    assert owner.take_fusions() == []
+
+
+def test_a_grant_ends_with_its_deadline(place, vector):
+    owner = place.enter("a", claim_timeout=0.1, exchange_timeout=0.1)
+    silent = place.enter("b", "never")
+    owner.boundary(Snapshot(vector(0), 0.5, 1))
+    wait_until(lambda: "a" in silent.peer.hints)
+    silent._query(Token("a", 1, 1), None, 3.0, lambda token, replies: None)
+    wait_until(lambda: len(of(owner, "granted")) == 1)
+    wait_until(lambda: owner.peer.phase == Idle())
+    assert silent.present == {"a": 1}  # and yet both live
+
+
+def test_a_claim_that_nobody_answers_is_a_no(place, vector):
+    """The hint is of a peer that is not there: no exception, no reply, and the next thing."""
+    ann = place.enter("bob")
+    ann.peer.appeared(Token("ann", 1, 1))
+    ann.boundary(Snapshot(vector(0), 0.5, 1))
+    wait_until(lambda: isinstance(ann.peer.phase, Pending))
+    assert ann.peer.hints == {} and len(of(ann, "unanswered")) == 1
+
+
+def test_leaving_ends_what_is_under_way(place, vector):
+    ann = place.enter("ann")
+    ann.boundary(Snapshot(vector(0), 0.5, 1))
+    assert isinstance(ann.peer.phase, Pending)
+    ann.leave()
+    assert ann.peer.phase == Idle()
+    assert of(ann, "phase") == [{"phase": "Pending"}, {"phase": "Idle"}]
+
+
+def test_a_second_process_of_that_name_ends_the_first(place, vector):
+    ann = place.enter("ann", incarnation=1)
+    place.enter("ann", incarnation=2)
+    with pytest.raises(PolytempoError, match="another process runs as 'ann'"):
+        wait_until(lambda: ann.boundary(Snapshot(vector(0), 0.5, 1)))

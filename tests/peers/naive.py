@@ -1,0 +1,58 @@
+"""The pairing of the paper taken literally, as a negative control: a single slot with the latest
+pending peer, replicated by messages. Nobody arbitrates, nobody refuses, nobody gives up."""
+
+from polytempo.peers import (
+    Action,
+    Announce,
+    Exchange,
+    Exchanging,
+    Fusion,
+    Identity,
+    Idle,
+    Peer,
+    Pending,
+    Snapshot,
+    Token,
+    Withdraw,
+)
+
+
+class NaivePeer(Peer):
+    """Whoever finds an id in its slot tells all that it is taken (-id), sends its weights to that
+    peer and waits for the answer. A pending peer answers whoever comes first."""
+
+    def boundary(self, snapshot: Snapshot) -> list[Action]:
+        self._snapshot = snapshot
+        if not isinstance(self.phase, Idle):
+            return []
+        for token in self.hints.values():
+            self.hints = {}
+            self.phase = Exchanging(token)
+            return [Withdraw(token), Exchange(token, snapshot, 1.0)]
+        self._ticket += 1
+        self.phase = Pending(Token(*self.identity, self._ticket))
+        return [Announce(self.phase.token)]
+
+    def appeared(self, token: Token) -> list[Action]:
+        self.hints = {token.peer: token}
+        return []
+
+    def vanished(self, token: Token) -> list[Action]:
+        if token in self.hints.values():
+            self.hints = {}
+        return []
+
+    def exchanged(
+        self, by: Identity, token: Token, snapshot: Snapshot
+    ) -> tuple[Snapshot | None, list[Action]]:
+        if self.phase != Pending(token):
+            return None, []
+        self.phase = Idle()
+        self._inbox.append(Fusion(by, token, snapshot))
+        return self._snapshot, []
+
+    def exchange_answered(self, token: Token, snapshot: Snapshot | None) -> list[Action]:
+        if snapshot is not None and self.phase == Exchanging(token):
+            self.phase = Idle()
+            self._inbox.append(Fusion(token.owner, token, snapshot))
+        return []
