@@ -30,6 +30,13 @@ Json = Annotated[
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file with settings; options win.")
 ]
+P2POptions = Annotated[
+    str | None,
+    typer.Option(
+        help="p2p with its options, such as p2p:target=500,decision=always; see "
+        "`polytempo strategies` \\[p2p]."
+    ),
+]
 Save = Annotated[int, typer.Option(min=1, help="Save the peer's state after so many local rounds.")]
 Pause = Annotated[
     float, typer.Option(min=0, help="Seconds of rest after each local round: a slower machine.")
@@ -56,6 +63,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
             typer.Option(help="Whose data it has \\[the number that its name ends with]."),
         ] = None,
         run: Annotated[str, typer.Option("--run", help="Name of the run.")] = "polytempo",
+        strategy: P2POptions = None,
         config: Config = None,
         out: Annotated[
             Path | None,
@@ -106,7 +114,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
 
         with interruptible() as interrupted:
             found = run_peer(
-                _settings(config, settings),
+                _settings(config, strategy, settings),
                 id,
                 Address(listen, connect or (), certificates),
                 out.expanduser() if out else Path("runs/peers") / id,
@@ -128,6 +136,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
     def peers_command(
         *,
         local: Annotated[int, typer.Option(min=2, help="How many peers, a process each.")] = 5,
+        strategy: P2POptions = None,
         config: Config = None,
         out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")] = Path(
             "runs/peers"
@@ -147,7 +156,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
         require_network()
         from polytempo.experiments.peer_group import Group
 
-        chosen = _settings(config, {**settings, "clients": local})
+        chosen = _settings(config, strategy, {**settings, "clients": local})
         board = Board()
         live = notes.is_terminal and not as_json
 
@@ -210,9 +219,10 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
             output.print(escape(str(file)), highlight=False, soft_wrap=True)
 
 
-def _settings(config: Path | None, settings: dict[str, Any]) -> RunConfig:
+def _settings(config: Path | None, strategy: str | None, settings: dict[str, Any]) -> RunConfig:
     given = {**(read_config(config) if config else {}), **settings}
-    return make_config({"strategy": "p2p", **given}, "peer")
+    chosen = strategy or given.get("strategy", "p2p")
+    return make_config({**given, "strategy": chosen}, "peer")
 
 
 def is_local(endpoint: str) -> bool:

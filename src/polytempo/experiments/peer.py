@@ -15,7 +15,7 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.core.parameters import ParameterSpace
 from polytempo.core.strategy import Context
-from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.config import FEDERATION, RunConfig, write_config
 from polytempo.experiments.result import write_table
 from polytempo.experiments.run import load_federation
 from polytempo.local import Learner, Schedule
@@ -28,8 +28,8 @@ from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
-PEER_SETTINGS = (
-    *("strategy", "data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit"),
+PEER_SETTINGS = (  # those of a run that matter to a peer, beside its strategy
+    *FEDERATION,
     *("model", "buffers", "rounds", "messages", "batch_size", "lr", "momentum", "weight_decay"),
     *("eval_every", "seed"),
 )

@@ -68,14 +68,15 @@ class Group:
             for option, file in (("ca", "ca.pem"), ("cert", f"{name}.pem"), ("key", f"{name}.key")):
                 command += [f"--{option}", str(self.certificates / file)]
         threads = str(max(1, cores() // len(self.names)))
-        process = subprocess.Popen(
-            [*command, *self.options],
-            stdout=subprocess.PIPE,
-            stderr=(self.out / f"{name}.log").open("a"),
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": threads},
-            start_new_session=True,  # Ctrl-C comes to us alone, and we pass it on
-        )
+        with (self.out / f"{name}.log").open("a") as log:
+            process = subprocess.Popen(
+                [*command, *self.options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": threads},
+                start_new_session=True,  # Ctrl-C comes to us alone, and we pass it on
+            )
         self.processes[name] = process
         reader = threading.Thread(target=self._read, args=(process,))
         reader.start()
