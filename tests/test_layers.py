@@ -58,9 +58,9 @@ def test_imports_go_downwards_only():
     assert not wrong
 
 
-def test_core_and_strategies_do_no_io_and_read_no_clock():
+def test_core_strategies_and_peers_do_no_io_and_read_no_clock():
     wrong = []
-    for package in ("core", "strategies"):
+    for package in ("core", "strategies", "peers"):
         for path in (ROOT / package).rglob("*.py"):
             for module in imports(path):
                 if module.split(".")[0] in NO_IO:
@@ -68,8 +68,8 @@ def test_core_and_strategies_do_no_io_and_read_no_clock():
     assert not wrong
 
 
-def test_strategies_draw_no_global_random_numbers():
-    for package in ("core", "strategies"):
+def test_strategies_and_peers_draw_no_global_random_numbers():
+    for package in ("core", "strategies", "peers"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text(encoding="utf8")
             for call in ("torch.rand", "torch.manual_seed", "np.random.rand", "np.random.seed"):

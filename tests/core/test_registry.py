@@ -403,9 +403,10 @@ EVERYTHING = [
     (registry, name)
     for registry in (STRATEGIES, DEVICES, NETWORKS, DROPOUTS)
     for name in registry
-    if name not in ("leave", "trace", "uniform")  # these have options without a default
+    if name not in ("leave", "join", "trace", "uniform")  # these have options without a default
 ] + [
     (DROPOUTS, "leave:at=3"),
+    (DROPOUTS, "join:round=3"),
     (DROPOUTS, "trace:path=a.csv"),
     (NETWORKS, "uniform:low=1,high=2"),
     (DEVICES, "uniform"),

@@ -150,10 +150,10 @@ def test_json_lists_every_strategy_with_its_options(polytempo):
         assert row["summary"]
         made = STRATEGIES.create(name)
         options = {f.name: getattr(made, f.name) for f in fields(made) if f.init}
-        if "graph" in options:
-            graph = options.pop("graph")
-            options |= {"graph": graph.name}
-            options |= {f"graph.{f.name}": getattr(graph, f.name) for f in fields(graph)}
+        for option in {"graph", "decision", "fusion"} & options.keys():
+            inner = options[option]
+            options |= {f"{option}.{f.name}": getattr(inner, f.name) for f in fields(inner)}
+            options[option] = inner.name
         assert row["parameters"] == json.loads(json.dumps(options))
 
 

@@ -309,7 +309,7 @@ class Explorer:
             case Claiming(token):
                 name, replies = "claim_answered", (True, False)
                 question: Event = ("claimed", token.owner, me, token)
-            case Exchanging(token):
+            case Exchanging(token, _):
                 name, replies = "exchange_answered", (SNAPSHOTS[token.peer], None)
                 question = ("exchanged", token.owner, me, token, SNAPSHOTS[me.peer])
             case _:

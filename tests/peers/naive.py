@@ -27,7 +27,7 @@ class NaivePeer(Peer):
             return []
         for token in self.hints.values():
             self.hints = {}
-            self.phase = Exchanging(token)
+            self.phase = Exchanging(token, snapshot.progress)
             return [Withdraw(token), Exchange(token, snapshot, 1.0)]
         self._ticket += 1
         self.phase = Pending(Token(*self.identity, self._ticket))
@@ -48,11 +48,13 @@ class NaivePeer(Peer):
         if self.phase != Pending(token):
             return None, []
         self.phase = Idle()
-        self._inbox.append(Fusion(by, token, snapshot))
+        assert self._snapshot is not None
+        self._inbox.append(Fusion(by, token, snapshot, self._snapshot.progress))
         return self._snapshot, []
 
     def exchange_answered(self, token: Token, snapshot: Snapshot | None) -> list[Action]:
-        if snapshot is not None and self.phase == Exchanging(token):
-            self.phase = Idle()
-            self._inbox.append(Fusion(token.owner, token, snapshot))
+        match self.phase:
+            case Exchanging(asked, progress) if asked == token and snapshot is not None:
+                self.phase = Idle()
+                self._inbox.append(Fusion(token.owner, token, snapshot, progress))
         return []

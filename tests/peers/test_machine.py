@@ -30,7 +30,7 @@ from polytempo.peers import (
 
 
 def snapshot(iteration=1):
-    return Snapshot(torch.tensor([float(iteration)]), 0.5, iteration)
+    return Snapshot(torch.tensor([float(iteration)]), iteration / 20, iteration)
 
 
 def peer(name="a", **options):
@@ -55,9 +55,12 @@ def test_a_pairing_from_end_to_end():
     assert isinstance(exchange, Exchange) and exchange.snapshot is theirs
     reply, actions = owner.exchanged(claimer.identity, token("a"), exchange.snapshot)
     assert reply is ours and actions == []
+    assert claimer.boundary(snapshot(15)) == []  # what was told counts, not what has become of it
     assert claimer.exchange_answered(token("a"), reply) == []
     for side, partner, received in ((owner, claimer, theirs), (claimer, owner, ours)):
         (fusion,) = side.take_fusions()
+        told = theirs if side is claimer else ours
+        assert fusion.own_progress == told.progress
         assert (fusion.partner, fusion.token) == (partner.identity, token("a"))
         assert fusion.snapshot is received
         assert side.take_fusions() == []
@@ -253,7 +256,7 @@ class ManyPeers(RuleBasedStateMachine):
         match host.peer.phase:
             case Claiming(token):
                 self.deliver(("claim_answered", host.peer.identity, token, None))
-            case Exchanging(token):
+            case Exchanging(token, _):
                 self.deliver(("exchange_answered", host.peer.identity, token, None))
 
     @rule(name=st.sampled_from(NAMES))

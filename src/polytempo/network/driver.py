@@ -131,8 +131,9 @@ class Driver:
     def _fuse(self, link: Link) -> None:
         """Mix what has come in into the weights of this moment."""
         learner, rule = self.learner, self.plan.fusion
-        for fusion, shown in link.take_fusions():
-            learner.fuse(rule.fuse(learner.params, [fusion.snapshot], shown))
+        for fusion in link.take_fusions():
+            fused = rule.fuse(learner.params, [fusion.snapshot], fusion.own_progress)
+            learner.fuse(fused)
             self.fusions += 1
             side = "owner" if fusion.token.peer == self.folder.peer else "claimer"
             partner = list(fusion.partner)

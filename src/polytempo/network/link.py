@@ -56,7 +56,6 @@ class Link:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._deadlines: list[tuple[float, int, Token]] = []
         self._standing: dict[Token, zenoh.LivelinessToken] = {}
-        self._shown: dict[Token, float] = {}  # the progress that we told the partner of a pairing
         self._failure: Exception | None = None
         self._phase = type(peer.phase).__name__
         self._thread = threading.Thread(target=self._serve, name="polytempo machine")
@@ -103,12 +102,9 @@ class Link:
         """A local round has ended with this model."""
         self._ask(lambda: self._act(self.peer.boundary(snapshot)))
 
-    def take_fusions(self) -> list[tuple[Fusion, float]]:
-        """What has come in since the last call, each with the progress that we told the partner:
-        from the same two numbers both make weights that fit together."""
-        return self._ask(
-            lambda: [(found, self._shown.pop(found.token)) for found in self.peer.take_fusions()]
-        )
+    def take_fusions(self) -> list[Fusion]:
+        """What has come in since the last call."""
+        return self._ask(self.peer.take_fusions)
 
     def wait_for(self, others: int, seconds: float, stop: Callable[[], bool]) -> bool:
         """Wait until so many other peers are there; whether they came in time."""
@@ -182,7 +178,6 @@ class Link:
                 case Claim(token, timeout):
                     self._query(token, None, timeout, self._claim_answered)
                 case Exchange(token, snapshot, timeout):
-                    self._shown[token] = snapshot.progress
                     self._send(self._query, token, snapshot, timeout, self._exchange_answered)
                 case SetDeadline(token, seconds):
                     at = time.monotonic() + seconds
@@ -244,7 +239,6 @@ class Link:
                 self._refuse(query, f"the ticket {tuple(message.token)} was not granted to you")
         else:
             self.record("paired", side="owner", token=list(message.token), to=list(message.by))
-            self._shown[message.token] = mine.progress
             self._send(self._send_back, query, message.token, mine)
         self._act(actions)
 
@@ -315,12 +309,11 @@ class Link:
                 snapshot = message.snapshot
         except Refused as error:
             self.record("refused", why=str(error))
-        paired = snapshot is not None and self.peer.phase == Exchanging(token)
+        phase = self.peer.phase
+        paired = snapshot is not None and isinstance(phase, Exchanging) and phase.token == token
         actions = self.peer.exchange_answered(token, snapshot)
         if paired:
             self.record("paired", side="claimer", token=list(token), to=list(token.owner))
-        else:
-            self._shown.pop(token, None)
         self._act(actions)
 
     def _answer(self, token: Token, replies: Sequence[zenoh.Reply]) -> zenoh.Sample | None:

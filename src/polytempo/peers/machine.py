@@ -89,6 +89,7 @@ class Fusion:
     partner: Identity
     token: Token  # the pairing; the same on both sides
     snapshot: Snapshot
+    own_progress: float  # ours, as we told the partner: both sides weigh by the same two
 
 
 # -- phases -------------------------------------------------------------------------------------
@@ -124,9 +125,10 @@ class Granted:
 
 @dataclass(frozen=True)
 class Exchanging:
-    """Was granted the token, has sent its snapshot and waits for the owner's."""
+    """Was granted the token, has sent its snapshot of that progress, waits for the owner's."""
 
     token: Token
+    progress: float
 
 
 Phase: TypeAlias = Idle | Pending | Claiming | Granted | Exchanging
@@ -302,11 +304,13 @@ class Peer:
         self, by: Identity, token: Token, snapshot: Snapshot
     ) -> tuple[Snapshot | None, list[Action]]:
         """`by` sends its snapshot for our token: ours to answer with, or None for an error."""
+        own = self._snapshot
         if self.phase != Granted(by, token):
             return None, []
-        self._pair(by, token, snapshot)
+        assert own is not None, "only a boundary makes a peer pending"
+        self._pair(Fusion(by, token, snapshot, own.progress))
         self.model_messages += 1
-        return self._snapshot, []
+        return own, []
 
     def deadline(self, token: Token) -> list[Action]:
         """The time that was asked for with this token has passed."""
@@ -322,10 +326,11 @@ class Peer:
         if self.phase != Claiming(token):
             return []
         if granted:
-            assert self._snapshot is not None, "only a boundary makes a peer claim"
-            self.phase = Exchanging(token)
+            own = self._snapshot
+            assert own is not None, "only a boundary makes a peer claim"
+            self.phase = Exchanging(token, own.progress)
             self.model_messages += 1
-            return [Exchange(token, self._snapshot, self.exchange_timeout)]
+            return [Exchange(token, own, self.exchange_timeout)]
         if granted is None:
             self._drop(token)
         else:  # it will never be granted
@@ -334,11 +339,11 @@ class Peer:
 
     def exchange_answered(self, token: Token, snapshot: Snapshot | None) -> list[Action]:
         """The owner's snapshot, or None: an error, or no answer."""
-        if self.phase != Exchanging(token):
-            return []
-        if snapshot is None:
-            return self._seek()
-        self._pair(token.owner, token, snapshot)
+        match self.phase:
+            case Exchanging(asked, _) if asked == token and snapshot is None:
+                return self._seek()
+            case Exchanging(asked, progress) if asked == token and snapshot is not None:
+                self._pair(Fusion(token.owner, token, snapshot, progress))
         return []
 
     # -- within ---------------------------------------------------------------------------------
@@ -373,7 +378,7 @@ class Peer:
         if self.hints.get(token.peer, token) <= token:
             self.hints.pop(token.peer, None)
 
-    def _pair(self, partner: Identity, token: Token, snapshot: Snapshot) -> None:
-        self._inbox.append(Fusion(partner, token, snapshot))
+    def _pair(self, fusion: Fusion) -> None:
+        self._inbox.append(fusion)
         self.rounds = 0
         self.phase = Idle()

@@ -7,12 +7,23 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from polytempo import peers
 from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch
 from polytempo.core.strategy import State
 from polytempo.core.task import Task
 from polytempo.local import Job
+from polytempo.peers import (
+    Claiming,
+    Exchanging,
+    Fusion,
+    Granted,
+    Identity,
+    Idle,
+    Peer,
+    Pending,
+    Snapshot,
+    Token,
+)
 from polytempo.simulation.engine import Engine
 from polytempo.simulation.peers import PeerSimulator, Post
 from polytempo.simulation.simulator import Flight, Simulator
@@ -174,12 +185,12 @@ def _dispatch(found: dict[str, Any]) -> Dispatch:
 
 # -- peers --------------------------------------------------------------------------------------
 
-COUNTS = ("incarnations", "answers", "local_rounds", "pairings", "shown", "each", "effects")
+COUNTS = ("incarnations", "answers", "local_rounds", "pairings", "each", "effects")
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(peers.Identity, peers.Token, peers.Snapshot, peers.Fusion, Post),
-        *(peers.Idle, peers.Pending, peers.Claiming, peers.Granted, peers.Exchanging),
+        *(Identity, Token, Snapshot, Fusion, Post),
+        *(Idle, Pending, Claiming, Granted, Exchanging),
     )
 }
 
@@ -220,7 +231,7 @@ def _restore_peers(engine: PeerSimulator, state: State) -> None:
         vars(engine.checker).update(state["checker"])
 
 
-def _memory(machine: peers.Peer) -> State:
+def _memory(machine: Peer) -> State:
     """What a machine remembers: all but its options."""
     return {key: value for key, value in vars(machine).items() if key != "decision"}
 

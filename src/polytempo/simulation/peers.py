@@ -109,7 +109,6 @@ class PeerSimulator(Engine):
         self.lost: set[int] = set()  # peers that will never be there again
         self.training: dict[int, int] = {}  # the ticket of the round that each peer is in
         self.posts: dict[int, Post] = {}  # on their way, by number
-        self.shown: dict[str, float] = {}  # by client and ticket: the progress sent to the partner
         self.answers = 0  # models that are still to be sent, in pairings under way
         self.local_rounds = self.pairings = 0
         self.each: list[dict[str, float]] = []  # a row for each peer and evaluation
@@ -241,12 +240,11 @@ class PeerSimulator(Engine):
             self._record()
 
     def _fuse(self, client: int) -> None:
-        """Mix in what the peer has received. A pair's two weights are made from the same two
-        progresses: those that the two told each other."""
+        """Mix in what the peer has received."""
         learner, rule = self.learners[client], self.strategy.fusion
         with self._timed("server"):
             for fusion in self.machines[client].take_fusions():
-                own = self.shown.pop(_key(client, fusion.token))
+                own = fusion.own_progress
                 [weight] = rule.weights(own, [fusion.snapshot.progress])
                 fused = rule.fuse(learner.params, [fusion.snapshot], own)
                 if self.strategy.score_fusions:
@@ -298,7 +296,6 @@ class PeerSimulator(Engine):
 
     def _send(self, client: int, token: Token, snapshot: Snapshot) -> None:
         self._count("exchange", snapshot.params.nbytes)
-        self.shown[_key(client, token)] = snapshot.progress
         self._emit("exchange", client, ticket=_name(token), progress=snapshot.progress)
 
     def _deliver(self, time: float, client: int, post: Post) -> None:
@@ -392,7 +389,3 @@ class PeerSimulator(Engine):
 
 def _name(token: Token) -> str:
     return f"{token.peer}.{token.incarnation}.{token.ticket}"
-
-
-def _key(client: int, token: Token) -> str:
-    return f"{client}:{_name(token)}"
