@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from polytempo.cli_peers import register as register_peers
+from polytempo.cli_tables import about_run, bench_tables
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.registry import Options
 from polytempo.data import available
@@ -38,7 +39,7 @@ from polytempo.experiments.published import (
 )
 from polytempo.experiments.reproduce import Place, asides, carry_out, collect, legend
 from polytempo.experiments.reproduce import table as reproduction
-from polytempo.experiments.result import RunResult, about_clusters, percent
+from polytempo.experiments.result import RunResult, percent
 from polytempo.experiments.run import Attach, load_federation, resume, run
 from polytempo.local.processes import cores
 from polytempo.report import plot_labels
@@ -545,38 +546,7 @@ def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def _show(result: RunResult, folder: Path) -> None:
-    summary = result.summary
-    sent = summary["messages"]
-    wall = summary["wall_seconds"]
-    rows = {
-        "federation": summary["federation"],
-        "accuracy, as handed": f"{percent(summary['accuracy'])} (best "
-        f"{percent(summary['accuracy_best'])}, worst tenth {percent(summary['accuracy_worst10'])})",
-        "accuracy, adapted": percent(summary["accuracy_adapted"]),
-        "accuracy, newcomers": percent(summary["accuracy_newcomers"]),
-        "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
-        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} "
-        + ("local rounds" if "exchange" in sent else "updates"),
-        "staleness": f"{summary['staleness_mean']:.1f} updates on average",
-        "messages": f"{sent['exchange']} models exchanged, {sent['claim']} claims, "
-        f"{sent['announce']} announcements"
-        if "exchange" in sent
-        else f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
-        f"{sent['multicast']} multicast",
-        "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
-        f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}",
-        "trained": summary["backend"],
-        "fingerprint": summary["fingerprint"],
-        "folder": str(folder),
-    }
-    if found := summary.get("diagnosis"):
-        parts = sorted(("noise", "bias", "delay"), key=found.__getitem__, reverse=True)
-        rows["what hurts"] = ", ".join(f"{part} {found[part]:.2g}" for part in parts) + (
-            f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
-        )
-    for key, value in rows.items():
-        if value == "-" and key in ("accuracy, newcomers", "clusters"):
-            continue  # nothing of the kind in this run
+    for key, value in about_run(result.summary, folder).items():
         line = f"{key:>20}  [bold]{escape(value)}[/]"
         output.print(line, highlight=False, soft_wrap=True)
 
@@ -588,55 +558,7 @@ def _show_bench(found: dict[str, Any]) -> None:
         f"{limits['gemm_gflops']:.0f} GFLOP/s, reading {limits['read_gb_per_s']:.1f} GB/s",
         highlight=False,
     )
-    rows = [
-        {
-            "one update": f"{row['case']}, {row['strategy']}",
-            "plain loop": f"{row['plain_ms']:,.1f} ms",
-            f"{row['workers']} workers": f"{row['ours_ms']:,.1f} ms",
-            "ratio": f"{row['ratio']:.2f}",
-            "from - to": f"{min(row['ratios']):.2f} - {max(row['ratios']):.2f}",
-            "of GEMM speed": f"{row['share_of_gemm']:.0%}",
-        }
-        for row in found["training"]
-    ]
-    server = [
-        {
-            "server step of PACE": f"{row['clients']:,} x {row['parameters']:,}",
-            "time": f"{row['fold_ms']:,.2f} ms",
-            "reading once": f"{row['read_ms']:,.2f} ms",
-            "multiple": f"{row['multiple']:.2f}",
-            "rows touched": f"{row['touched']:.0%}",
-        }
-        for row in found["server"]
-    ]
-    clusters = [
-        {
-            "server step of CASA": f"{row['clients']:,} x {row['parameters']:,}",
-            "time": f"{row['fold_ms']:,.1f} ms",
-            "grows as clients to the": "" if row["exponent"] is None else f"{row['exponent']:.1f}",
-        }
-        for row in found["clusters"]
-    ]
-    scale = [
-        {
-            "clients": f"{row['clients']:,}",
-            "peak memory": f"{row['peak_mb']:,.0f} MB",
-            "waiting for training": f"{row['training_ms']:.1f} ms",
-            "server step": f"{row['server_ms']:.1f} ms",
-            "all clients evaluated": f"{row['evaluation_s'] / 2:.1f} s",
-        }
-        for row in found["scale"]
-    ]
-    exchange = [
-        {
-            "pairing of two peers": f"{row['megabytes']:.2f} MB" + ", TLS" * row["tls"],
-            "median": f"{row['median_ms']:,.1f} ms",
-            "worst": f"{row['worst_ms']:,.1f} ms",
-            "both ways": f"{row['mb_per_s']:,.0f} MB/s",
-        }
-        for row in found["exchange"]
-    ]
-    for table in (rows, server, clusters, scale, exchange):
+    for table in bench_tables(found):
         if table:
             _print_table(table)
 

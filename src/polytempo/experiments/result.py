@@ -6,7 +6,6 @@ import csv
 import importlib.util
 import io
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from polytempo.report import (
 )
 from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
+from polytempo.storage import replace_text
 
 GRAPH_CLIENTS = (
     2_000  # the graph of more clients is not drawn: it is dense, and nobody could see it
@@ -165,7 +165,7 @@ def _diagnosis(simulator: Engine) -> dict[str, Any] | None:
 
 def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -> None:
     """history.csv, result.json, the plots and the report. Needs matplotlib for the last two."""
-    _replace(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
+    replace_text(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
     write_table(folder / "history.csv", result.history)
     diagnosis = result.simulator.diagnosis if result.simulator else None
     if diagnosis and diagnosis.rows:
@@ -293,11 +293,4 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _replace(path, text.getvalue())
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf8")
-    os.replace(partial, path)
+    replace_text(path, text.getvalue())
