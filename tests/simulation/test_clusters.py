@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from polytempo import Federation, Staleness, Task, Update
+from polytempo import Federation, Staleness, Task, Update, simulate
 from polytempo.core.strategy import Context
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.clusters import MATRICES, Clusters, adjusted_rand, purity
@@ -152,3 +152,23 @@ def test_strategies_without_clusters_have_no_such_columns():
     simulator.run(4)
     assert not {"clusters", "cluster_purity", "cluster_ari"} & set(simulator.history[-1])
     assert simulator.clusters.changes == [] and simulator.clusters.matrices == []
+
+
+def test_casa_finds_the_true_groups_among_stragglers():
+    """Four groups, 30% of the devices five times slower, everybody always in training."""
+    federation = Federation.load("synthetic", clients=16, seed=0)
+    found = simulate(
+        federation,
+        model="linear",
+        strategy="casa",
+        rounds=200,
+        slots=16,
+        refill="same",
+        devices="casa-default",
+        lr=0.05,
+        adapt_epochs=0,
+        eval_every=50,
+    )
+    assert found.history[0]["clusters"] == 1
+    assert found.summary["clusters"] == len(np.unique(federation.groups)) == 4
+    assert found.summary["cluster_ari"] == found.summary["cluster_purity"] == 1

@@ -63,7 +63,7 @@ class Comparison:
                 "strategy": label,
                 "handed": spread([r.summary["accuracy"] for r in found], percent=True),
                 "best": spread([r.summary["accuracy_best"] for r in found], percent=True),
-                "adapted": spread([r.accuracy_adapted for r in found], percent=True),
+                "adapted": spread([r.accuracy_adapted for r in found], percent=True, none="-"),
                 "worst 10%": spread([r.summary["accuracy_worst10"] for r in found], percent=True),
                 "seconds": spread([r.summary["simulated_time"] for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
@@ -204,10 +204,13 @@ def messages(result: RunResult) -> float:
     return float(models_sent(result.summary["messages"]))
 
 
-def spread(values: Sequence[float | None], *, percent: bool = False, digits: int = 1) -> str:
+def spread(
+    values: Sequence[float | None], *, percent: bool = False, digits: int = 1, none: str = "never"
+) -> str:
+    """Mean and, of several seeds, standard deviation; `none`, if there is no value."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
-        return "never" if not known else f"{len(known)} of {len(values)} seeds"
+        return none if not known else f"{len(known)} of {len(values)} seeds"
     scale, unit = (100.0, "%") if percent else (1.0, "")
     mean = f"{scale * float(np.mean(known)):,.{digits}f}"
     if len(known) == 1:

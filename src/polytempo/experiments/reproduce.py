@@ -300,7 +300,7 @@ def _last(found: Sequence[RunResult], key: str) -> str:
 
 
 def _share(found: Sequence[RunResult], key: str) -> str:
-    return spread([r.summary[key] for r in found], percent=True) if found else "-"
+    return spread([r.summary[key] for r in found], percent=True, none="-") if found else "-"
 
 
 def _times(found: Sequence[RunResult]) -> str:
