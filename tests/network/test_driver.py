@@ -75,7 +75,8 @@ def test_two_peers_learn_together_until_the_budget_is_spent(tmp_path, addresses)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
+        assert not thread.is_alive()
     assert max(found["messages"] for found in results.values()) == 3
     fused = [(event["peer"], event["side"], *event["token"]) for event in events if is_fused(event)]
     assert len(fused) == len({*fused}) >= 4

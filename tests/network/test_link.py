@@ -1,10 +1,13 @@
 """Two and more peers on the loopback interface, driven event by event."""
 
+import threading
+
 import pytest
 import torch
 from nearby import wait_until
 
 from polytempo.core.errors import PolytempoError
+from polytempo.network.wire import Wire
 from polytempo.peers import FUSIONS, Granted, Idle, Pending, Snapshot, Token
 
 
@@ -132,3 +135,21 @@ def test_a_second_process_of_that_name_ends_the_first(place, vector):
     place.enter("ann", incarnation=2)
     with pytest.raises(PolytempoError, match="another process runs as 'ann'"):
         wait_until(lambda: ann.boundary(Snapshot(vector(0), 0.5, 1)))
+
+
+def test_a_link_ends_its_own_threads_and_waits_for_no_other(place, monkeypatch):
+    """Somebody else's begins while the link is made, and goes on when it has left."""
+    before, key = {*threading.enumerate()}, Wire.key
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait, args=(120,))
+
+    def meanwhile(*parts):
+        if other.ident is None:
+            other.start()
+        return key(*parts)
+
+    monkeypatch.setattr(Wire, "key", meanwhile)
+    place.leave(place.enter("ann"))
+    assert {*threading.enumerate()} - before == {other}
+    ended.set()
+    other.join()

@@ -56,6 +56,8 @@ class Link:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._deadlines: list[tuple[float, int, Token]] = []
         self._standing: dict[Token, zenoh.LivelinessToken] = {}
+        self._callbacks = 0  # Zenoh runs each on a thread of its own ...
+        self._ended: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()  # ... named here
         self._failure: Exception | None = None
         self._phase = type(peer.phase).__name__
         self._thread = threading.Thread(target=self._serve, name="polytempo machine")
@@ -68,22 +70,20 @@ class Link:
         self._zenoh = zenoh
         self._session = open_session(self.address)
         self._post_office = ThreadPoolExecutor(4, "polytempo sender")
-        before = {*threading.enumerate()}
         me, key = self.peer.identity, self.wire.key
         # What others may ask stands before they hear of us.
         self._declared: list[Any] = [
-            self._session.declare_queryable(key(kind, *me), partial(self._post, answer))
+            self._session.declare_queryable(key(kind, *me), self._callback(answer))
             for kind, answer in ((_CLAIM, self._claimed), (_EXCHANGE, self._exchanged))
         ]
         presence = self._session.liveliness()
         for kind in ("peer", "ticket"):
             self._declared.append(
                 presence.declare_subscriber(
-                    key(kind, "**"), partial(self._post, self._presence), history=True
+                    key(kind, "**"), self._callback(self._presence), history=True
                 )
             )
         self._declared.append(presence.declare_token(key("peer", *me)))
-        self._callers = {*threading.enumerate()} - before  # Zenoh's, one a callback
         self._thread.start()
         return self
 
@@ -95,8 +95,8 @@ class Link:
         for declared in (*self._standing.values(), *reversed(self._declared)):
             declared.undeclare()
         self._session.close()  # type: ignore[no-untyped-call]
-        for thread in self._callers:
-            thread.join()
+        for _ in range(self._callbacks):
+            self._ended.get().join()
 
     def boundary(self, snapshot: Snapshot) -> None:
         """A local round has ended with this model."""
@@ -125,6 +125,12 @@ class Link:
 
     def _post(self, job: Callable[..., object], *what: object) -> None:
         self._jobs.put(partial(job, *what))
+
+    def _callback(self, job: Callable[..., object]) -> Any:
+        """Posts what Zenoh reports; the last thing that its thread does is to say which it is."""
+        self._callbacks += 1
+        ended = lambda: self._ended.put(threading.current_thread())  # noqa: E731
+        return self._zenoh.handlers.Callback(partial(self._post, job), ended)
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Let the machine's thread answer."""
