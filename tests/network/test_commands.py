@@ -89,6 +89,7 @@ def test_a_peer_has_the_data_of_its_number():
 
 def test_a_group_learns_and_leaves_a_summary(tmp_path):
     settings = [*TINY[:2], *TINY[4:], "--strategy", "p2p:target=200,decision=always"]
+    settings += ["--pause", 0.1]  # on a busy machine too they train side by side
     outcome = polytempo("peers", "--local", 2, "--out", tmp_path / "two", *settings, "--json")
     assert outcome.exit_code == 0, outcome.output
     summary = json.loads((tmp_path / "two" / "result.json").read_text())
@@ -96,7 +97,9 @@ def test_a_group_learns_and_leaves_a_summary(tmp_path):
     assert [found["iterations"] for found in summary["peers"]] == [200, 200]
     mean = sum(found["accuracy"] for found in summary["peers"]) / 2
     assert summary["accuracy"] == pytest.approx(mean)
-    assert summary["fusions"] > 0  # they began together
+    for name in ("peer-0", "peer-1"):  # they began together
+        assert '"event": "alone"' not in (tmp_path / "two" / name / "events.jsonl").read_text()
+    assert summary["fusions"] > 0
     assert "holds a run already" in error("peers", "--out", tmp_path / "two", "--local", 2)
 
 
