@@ -90,11 +90,12 @@ def is_fused(event):
 
 
 def test_training_stops_with_the_error_that_the_network_met(tmp_path, addresses):
-    """A failure in the machine's thread is not swallowed."""
+    """A failure in the machine's thread is not swallowed, and what was learnt is saved."""
     one = driver(tmp_path / "a", "ann", addresses[0], 10**6, "always", pause=0.01)
     one.wire.key = broken(one.wire.key)
     with pytest.raises(ZeroDivisionError):
         one.run()
+    assert one.folder.load()["learner"]["iteration"] == one.learner.iteration > 0
     wait_until(lambda: not any("polytempo" in t.name for t in threading.enumerate()))
 
 

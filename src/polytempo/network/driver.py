@@ -89,24 +89,12 @@ class Driver:
         learner, plan, folder = self.learner, self.plan, self.folder
         folder.record("started", target=learner.schedule.target)
         with Link(self.peer, self.wire, self.address, folder.record) as link:
-            if not link.wait_for(plan.wait_for, plan.wait_seconds, interrupted):
-                folder.record("alone", others=len(link.present), expected=plan.wait_for)
-            if not self.history:
-                self._evaluate()
-            rounds = 0
-            while not (learner.finished or interrupted() or self._spent()):
-                learner.steps(plan.steps)
-                rounds += 1
-                folder.iteration = learner.iteration
-                self._fuse(link)
-                link.boundary(Snapshot(learner.params, learner.progress, learner.iteration))
-                if rounds % plan.eval_every == 0:
-                    self._evaluate()
-                if rounds % plan.save_every == 0:
+            try:
+                self._take_part(link, interrupted)
+            except Exception as error:
+                if error is link.failure:  # not the model's fault: it can be gone on with
                     self._save()
-                time.sleep(plan.pause)
-            link.leave()
-            self._fuse(link)
+                raise
         last = self.history[-1]
         if (last["iteration"], last["fusions"]) != (learner.iteration, self.figures["fusions"]):
             self._evaluate()
@@ -123,6 +111,27 @@ class Driver:
             "accuracy_best": max(row["accuracy"] for row in self.history),
             **self.figures,
         }
+
+    def _take_part(self, link: Link, interrupted: Callable[[], bool]) -> None:
+        learner, plan, folder = self.learner, self.plan, self.folder
+        if not link.wait_for(plan.wait_for, plan.wait_seconds, interrupted):
+            folder.record("alone", others=len(link.present), expected=plan.wait_for)
+        if not self.history:
+            self._evaluate()
+        rounds = 0
+        while not (learner.finished or interrupted() or self._spent()):
+            learner.steps(plan.steps)
+            rounds += 1
+            folder.iteration = learner.iteration
+            self._fuse(link)
+            link.boundary(Snapshot(learner.params, learner.progress, learner.iteration))
+            if rounds % plan.eval_every == 0:
+                self._evaluate()
+            if rounds % plan.save_every == 0:
+                self._save()
+            time.sleep(plan.pause)
+        link.leave()
+        self._fuse(link)
 
     def _spent(self) -> bool:
         budget = self.plan.messages

@@ -28,6 +28,7 @@ from polytempo.peers import (
     Exchange,
     Exchanging,
     Fusion,
+    Identity,
     Idle,
     Peer,
     SetDeadline,
@@ -58,7 +59,7 @@ class Link:
         self._standing: dict[Token, zenoh.LivelinessToken] = {}
         self._callbacks = 0  # Zenoh runs each on a thread of its own ...
         self._ended: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()  # ... named here
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None  # what ended this link
         self._phase = type(peer.phase).__name__
         self._thread = threading.Thread(target=self._serve, name="polytempo machine")
 
@@ -138,10 +139,11 @@ class Link:
 
         def job() -> None:
             try:
-                if self._failure is not None:
-                    raise self._failure
+                if self.failure is not None:
+                    raise self.failure
                 answer.set_result(question())
             except Exception as error:
+                self.failure = error
                 answer.set_exception(error)
 
         self._jobs.put(job)
@@ -163,7 +165,7 @@ class Link:
             try:
                 job()
             except Exception as error:  # the training loop raises it at the next round's end
-                self._failure = error
+                self.failure = error
 
     def _deadline(self, token: Token) -> None:
         self._act(self.peer.deadline(token))
@@ -200,7 +202,7 @@ class Link:
             return
         me = self.peer.identity
         if who.peer == me.peer:
-            if stands and who.incarnation > me.incarnation:
+            if isinstance(who, Identity) and stands and who.incarnation > me.incarnation:
                 raise PolytempoError(
                     f"another process runs as {me.peer!r} now (incarnation {who.incarnation}, this "
                     f"one is {me.incarnation}); give each peer an --id of its own"
@@ -214,6 +216,9 @@ class Link:
             if self.present.get(who.peer) == who.incarnation:
                 del self.present[who.peer]
             self.record("left", who=list(who))
+            phase = self.peer.phase
+            if isinstance(phase, Exchanging) and phase.token.owner == who:
+                return  # its answer may be on its way still; the query's end tells
             self._act(self.peer.gone(who))
 
     # -- as the owner of a ticket ---------------------------------------------------------------
@@ -352,7 +357,7 @@ class Link:
             try:
                 send(*what)
             except Exception as error:  # the training loop raises it at the next round's end
-                self._failure = error
+                self.failure = error
 
         self._post_office.submit(attempt)
 
