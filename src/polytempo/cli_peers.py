@@ -139,7 +139,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
         strategy: P2POptions = None,
         config: Config = None,
         out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")] = Path(
-            "runs/peers"
+            "runs/group"
         ),
         tls: Annotated[
             bool, typer.Option("--tls", help="With mutual TLS and test certificates.", metavar="")

@@ -103,6 +103,13 @@ def test_a_group_learns_and_leaves_a_summary(tmp_path):
     assert "holds a run already" in error("peers", "--out", tmp_path / "two", "--local", 2)
 
 
+def test_a_group_takes_over_no_peer_of_another(tmp_path):
+    (tmp_path / "peer-1").mkdir()
+    (tmp_path / "peer-1" / "incarnation.json").write_text("{}")
+    said = error("peers", "--out", tmp_path, "--local", 2)
+    assert "peer-1 holds a peer already (incarnation.json)" in said and "--out" in said
+
+
 def test_only_loopback_addresses_are_safe_without_certificates():
     assert is_local("tcp/127.0.0.1:7447") and is_local("tcp/[::1]:7447")
     assert not is_local("tcp/0.0.0.0:7447") and not is_local("tcp/192.168.1.7:7447")
