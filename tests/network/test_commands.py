@@ -47,6 +47,11 @@ def test_one_peer_alone_reaches_its_target_and_goes_on_for_more(tmp_path):
     history = (tmp_path / "p" / "history.csv").read_text().splitlines()
     assert history[0].startswith("iteration,accuracy,messages")
     assert history[-1].startswith("20,")
+    said = error(*peer(tmp_path, "--strategy", "p2p:target=30", "--seed", 5, "--lr", 0.5))
+    assert "seed=0" in said and "seed=5" in said and "lr=0.5" in said and "--out" in said
+    assert "client=0, not with client=1" in error(
+        *peer(tmp_path, "--strategy", "p2p:target=30", "--client", 1)
+    )
     more = polytempo(*peer(tmp_path, "--strategy", "p2p:target=30", "--json"))
     assert more.exit_code == 0, more.output
     events = [json.loads(line) for line in more.output.splitlines() if line.startswith("{")]

@@ -32,7 +32,7 @@ def driver(folder, name, address, target=60, decision="never", watch=lambda even
         **plan,
     )
     evaluate = lambda learner: learner.evaluate(x, y).correct / len(y)  # noqa: E731
-    return Driver(learner, chosen, address, Folder(folder, name, watch), evaluate)
+    return Driver(learner, chosen, address, Folder(folder, name, watch), evaluate, {"seed": 1})
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ PEER_SETTINGS = (  # those of a run that matter to a peer, beside its strategy
     *("model", "buffers", "rounds", "messages", "batch_size", "lr", "momentum", "weight_decay"),
     *("eval_every", "seed"),
 )
+FIXED = ("seed", "model", "buffers", "batch_size", "lr", "momentum", "weight_decay")  # on resuming
 
 
 def client_of(id: str, client: int | None, clients: int) -> int:
@@ -117,10 +118,12 @@ def run_peer(
         pause=pause,
         seed=config.seed,
     )
+    fixed = {"data": federation.digest, "client": client}
+    fixed |= {name: getattr(config, name) for name in FIXED}
     folder = Folder(out, id, watch)
     try:
+        driver = Driver(learner, plan, address, folder, evaluate, fixed)
         write_config(out / "config.toml", config)
-        driver = Driver(learner, plan, address, folder, evaluate)
         found = driver.run(interrupted)
     finally:
         folder.close()

@@ -9,10 +9,11 @@ overwritten.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from polytempo.core.errors import PolytempoError
 from polytempo.local import Learner
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
@@ -43,7 +44,8 @@ class Driver:
     """Drives the peer of a folder. One that holds a state is gone on with, as a new incarnation.
 
     Figures (`messages` that carried a model, `announcements`, `fusions`, `seconds`) are those of
-    all incarnations, as far as they were saved.
+    all incarnations, as far as they were saved. `fixed`: settings without which a saved state
+    makes no sense; it is gone on with only if they are the same.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Driver:
         address: Address,
         folder: Folder,
         evaluate: Callable[[Learner], float],
+        fixed: Mapping[str, Any],
     ) -> None:
         self.learner, self.plan, self.address, self.folder = learner, plan, address, folder
-        self.evaluate = evaluate
+        self.evaluate, self.fixed = evaluate, dict(fixed)
         self.wire = Wire(plan.run, learner.space)
         self.peer = Peer(
             check_name("peer", folder.peer),
@@ -70,6 +73,7 @@ class Driver:
         self._begin = time.monotonic()
         state = folder.load()
         if state is not None:
+            self._check(state.get("fixed", {}))
             learner.load_state_dict(state["learner"])
             self.history, self._earlier = state["history"], state["figures"]
         folder.iteration = learner.iteration
@@ -155,4 +159,16 @@ class Driver:
 
     def _save(self) -> None:
         state = {"learner": self.learner.state_dict(), "history": self.history}
-        self.folder.save({**state, "figures": self.figures})
+        self.folder.save({**state, "figures": self.figures, "fixed": self.fixed})
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        other = [name for name, value in self.fixed.items() if saved.get(name) != value]
+        if other:
+            was, now = (
+                ", ".join(f"{name}={found.get(name)}" for name in other)
+                for found in (saved, self.fixed)
+            )
+            raise PolytempoError(
+                f"{self.folder.path} holds a peer that learnt with {was}, not with {now}; give the "
+                "same settings, or another --out"
+            )
