@@ -76,6 +76,16 @@ def test_mistakes_are_said_with_their_remedy(tmp_path):
     assert "there is no file" in error(*peer(tmp_path, *options, listen="tls/127.0.0.1:0"))
 
 
+def test_slow_lines_get_the_time_that_they_need(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "polytempo.experiments.peer.Driver", lambda learner, plan, *_: given.append(plan) or 1 / 0
+    )
+    polytempo(*peer(tmp_path, "--exchange-timeout", 90))
+    polytempo(*peer(tmp_path))
+    assert [plan.exchange_timeout for plan in given] == [90, 20]
+
+
 @pytest.mark.parametrize("command", ["peer", "peers", "certs"])
 def test_a_missing_library_is_said(monkeypatch, command, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -28,6 +28,7 @@ from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
+EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
 PEER_SETTINGS = (  # those of a run that matter to a peer, beside its strategy
     *FEDERATION,
     *("model", "buffers", "rounds", "messages", "batch_size", "lr", "momentum", "weight_decay"),
@@ -64,6 +65,7 @@ def run_peer(
     wait: bool = False,
     save_every: int = SAVE_ROUNDS,
     pause: float = 0.0,
+    exchange_timeout: float = EXCHANGE_SECONDS,
     watch: Callable[[dict[str, Any]], None] = lambda event: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -116,6 +118,7 @@ def run_peer(
         save_every=save_every,
         wait_for=clients - 1 if wait else 0,
         pause=pause,
+        exchange_timeout=exchange_timeout,
         seed=config.seed,
     )
     fixed = {"data": federation.digest, "client": client}

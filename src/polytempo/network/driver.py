@@ -36,6 +36,7 @@ class Plan:
     save_every: int = 100  # local rounds
     wait_for: int = 0  # begin when so many others are there ...
     wait_seconds: float = 30.0  # ... or after so long
+    exchange_timeout: float = 20.0  # seconds for a model each way
     pause: float = 0.0  # seconds after each local round: a slower machine
     seed: int = 0
 
@@ -65,6 +66,7 @@ class Driver:
             folder.incarnation,
             plan.decision,
             peers=plan.peers,
+            exchange_timeout=plan.exchange_timeout,
             seed=plan.seed,
         )
         self.history: list[dict[str, Any]] = []
