@@ -136,6 +136,38 @@ def test_an_exchange_ends_with_the_life_of_the_owner(place, vector):
     assert claimer.take_fusions() == []
 
 
+def test_a_failed_exchange_counts_and_a_spent_budget_begins_no_other(place, vector):
+    owner, claimer = place.enter("a"), place.enter("b", exchange_timeout=10_000)
+    claimer.budget = 1
+    answers = hold_answers(owner)
+    exchange(owner, claimer, vector)
+    wait_until(lambda: answers)
+    place.leave(owner)
+    wait_until(lambda: not isinstance(claimer.peer.phase, Exchanging))
+    assert claimer.peer.phase == Idle() and claimer.peer.model_messages == 1
+
+
+def test_what_is_far_too_large_is_not_even_put_together(place, vector):
+    ann, eve = place.enter("ann"), place.enter("eve", "never")
+    wait_until(lambda: eve.present and ann.present)
+    flood = bytes(8 * 2**20)
+    replies = eve._session.get(eve.wire.key("exchange", "ann", 1), payload=flood, timeout=3)
+    said = [reply.err.payload.to_bytes() for reply in replies]  # by eve's own side
+    assert said in ([], [b"Timeout"]) and of(ann, "refused") == []
+
+
+def test_who_cannot_enter_leaves_nothing_behind(place, monkeypatch):
+    before = {*threading.enumerate()}
+    monkeypatch.setattr(Wire, "key", broken_key)
+    with pytest.raises(ZeroDivisionError):
+        place.enter("ann")
+    wait_until(lambda: {*threading.enumerate()} <= before)
+
+
+def broken_key(wire, kind, *parts):
+    return 1 / 0 if kind == "ticket" else f"polytempo/test/{kind}"
+
+
 def hold_answers(owner):
     """Its models are not sent back before somebody says so."""
     held, send = [], owner._send_back

@@ -120,6 +120,8 @@ class Driver:
 
     def _take_part(self, link: Link, interrupted: Callable[[], bool]) -> None:
         learner, plan, folder = self.learner, self.plan, self.folder
+        if plan.messages is not None:
+            link.budget = plan.messages - self._earlier["messages"]
         if not link.wait_for(plan.wait_for, plan.wait_seconds, interrupted):
             folder.record("alone", others=len(link.present), expected=plan.wait_for)
         if not self.history:

@@ -10,6 +10,7 @@ is Zenoh's default for `put`, is to drop the message).
 from __future__ import annotations
 
 import heapq
+import math
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.network.session import Address, open_session
-from polytempo.network.wire import Message, Wire
+from polytempo.network.wire import MOST_HEADER, Message, Wire
 from polytempo.peers import (
     Action,
     Announce,
@@ -45,6 +46,7 @@ Job = Callable[[], object]
 Record = Callable[..., None]  # record(event, **what): keeps a log
 _CLAIM, _EXCHANGE = "claim", "exchange"
 _YES, _NO = b"yes", b"no"
+_BESIDES = 2**20  # bytes: far more than a message has beside the model
 _POLL = 0.02  # seconds between two looks at something that another thread brings about
 
 
@@ -53,6 +55,7 @@ class Link:
 
     def __init__(self, peer: Peer, wire: Wire, address: Address, record: Record) -> None:
         self.peer, self.wire, self.address, self.record = peer, wire, address, record
+        self.budget = math.inf  # models that may be sent; then the peer takes part no more
         self.present: dict[str, int] = {}  # the incarnation of each other peer that lives
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._deadlines: list[tuple[float, int, Token]] = []
@@ -69,8 +72,17 @@ class Link:
         import zenoh
 
         self._zenoh = zenoh
-        self._session = open_session(self.address)
+        self._session = open_session(self.address, self.wire.most_payload + _BESIDES)
         self._post_office = ThreadPoolExecutor(4, "polytempo sender")
+        try:
+            self._declare()
+        except BaseException:
+            self._session.close()  # type: ignore[no-untyped-call]
+            raise
+        self._thread.start()
+        return self
+
+    def _declare(self) -> None:
         me, key = self.peer.identity, self.wire.key
         # What others may ask stands before they hear of us.
         self._declared: list[Any] = [
@@ -85,8 +97,6 @@ class Link:
                 )
             )
         self._declared.append(presence.declare_token(key("peer", *me)))
-        self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Undeclare, close and join: Python aborts if a thread of Zenoh's outlives it."""
@@ -176,6 +186,8 @@ class Link:
         if phase != self._phase:
             self._phase = phase
             self.record("phase", phase=phase)
+        if self.peer.model_messages >= self.budget and not self.peer.stopped:
+            actions = [*actions, *self.peer.stop()]
         for action in actions:
             match action:
                 case Announce(token):
@@ -339,8 +351,10 @@ class Link:
     # -- both -----------------------------------------------------------------------------------
 
     def _read(self, letter: zenoh.Query | zenoh.Sample, *, weights: bool) -> Message:
-        """The message in a query or a reply; its size is looked at before its bytes."""
+        """The message in a query or a reply; their sizes are looked at before their bytes."""
         header, payload = letter.attachment, letter.payload
+        if header is not None and len(header) > MOST_HEADER:
+            raise Refused(f"its header has {len(header)} bytes; at most {MOST_HEADER} are read")
         size = 0 if payload is None else len(payload)
         if size > self.wire.most_payload:
             raise Refused(f"it has {size} bytes; at most {self.wire.most_payload} are read")
