@@ -181,6 +181,9 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
             try:
                 for number in range(local):
                     group.start(number)
+            except BaseException:
+                group.stop()
+                raise
             finally:
                 group.wait(interrupted.is_set)
                 shown.stop()
