@@ -106,7 +106,7 @@ class Link:
         for declared in (*self._standing.values(), *reversed(self._declared)):
             declared.undeclare()
         self._session.close()  # type: ignore[no-untyped-call]
-        for _ in range(self._callbacks):
+        for _each in range(self._callbacks):
             self._ended.get().join()
 
     def boundary(self, snapshot: Snapshot) -> None:
