@@ -18,7 +18,7 @@ from rich.table import Table
 
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, make_config, read_config
-from polytempo.experiments.peer import PEER_SETTINGS, SAVE_ROUNDS
+from polytempo.experiments.peer import EXCHANGE_SECONDS, PEER_SETTINGS, SAVE_ROUNDS
 from polytempo.experiments.result import percent
 from polytempo.experiments.run import interruptible
 from polytempo.network.session import Address, Certificates, require_network
@@ -40,6 +40,9 @@ P2POptions = Annotated[
 Save = Annotated[int, typer.Option(min=1, help="Save the peer's state after so many local rounds.")]
 Pause = Annotated[
     float, typer.Option(min=0, help="Seconds of rest after each local round: a slower machine.")
+]
+ExchangeTimeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds for a model each way: more on a slow line.")
 ]
 
 
@@ -82,6 +85,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
         ] = False,
         save_every: Save = SAVE_ROUNDS,
         pause: Pause = 0.0,
+        exchange_timeout: ExchangeTimeout = EXCHANGE_SECONDS,
         as_json: Json = False,
         settings: dict[str, Any],
     ) -> None:
@@ -123,6 +127,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
                 wait=wait,
                 save_every=save_every,
                 pause=pause,
+                exchange_timeout=exchange_timeout,
                 watch=say,
                 interrupted=interrupted.is_set,
             )
@@ -139,13 +144,14 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
         strategy: P2POptions = None,
         config: Config = None,
         out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")] = Path(
-            "runs/peers"
+            "runs/group"
         ),
         tls: Annotated[
             bool, typer.Option("--tls", help="With mutual TLS and test certificates.", metavar="")
         ] = False,
         save_every: Save = SAVE_ROUNDS,
         pause: Pause = 0.0,
+        exchange_timeout: ExchangeTimeout = EXCHANGE_SECONDS,
         as_json: Json = False,
         settings: dict[str, Any],
     ) -> None:
@@ -166,6 +172,7 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
                 notes.print(escape(f"{event['peer']}: {line}"), highlight=False, soft_wrap=True)
 
         options = ["--wait", "--save-every", str(save_every), "--pause", str(pause)]
+        options += ["--exchange-timeout", str(exchange_timeout)]
         group = Group(chosen, out.expanduser(), tls=tls, options=options, watch=watch)
         shown = Live(get_renderable=board.table, console=notes, refresh_per_second=4)
         with interruptible() as interrupted:
@@ -174,6 +181,9 @@ def register(app: typer.Typer, with_settings: Settings, output: Console, notes: 
             try:
                 for number in range(local):
                     group.start(number)
+            except BaseException:
+                group.stop()
+                raise
             finally:
                 group.wait(interrupted.is_set)
                 shown.stop()

@@ -47,6 +47,15 @@ def test_a_run_of_peers_leaves_a_folder_as_any_other(polytempo, tmp_path, monkey
     assert kinds.count("train") == 24 and kinds.count("exchange") == sent["exchange"]
 
 
+def test_rounds_do_not_cut_off_a_target(polytempo, tmp_path):
+    """30 iterations are 10 local rounds for each of the four; 24 were asked for."""
+    options = ("--strategy", f"{P2P},target=30", "--out", tmp_path / "run", "--json")
+    found = polytempo("run", *TINY, *options).json
+    assert [peer["iterations"] for peer in found["peers"]] == [30] * 4
+    assert found["arrivals"] == 40
+    assert "rounds = 40" in (tmp_path / "run" / "config.toml").read_text()
+
+
 def test_peers_go_on_where_they_were_interrupted(polytempo, tmp_path, interrupt):
     whole = polytempo("run", *TINY, "--strategy", P2P, "--out", tmp_path / "whole", "--json").json
     place = tmp_path / "part"

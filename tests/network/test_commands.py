@@ -47,6 +47,11 @@ def test_one_peer_alone_reaches_its_target_and_goes_on_for_more(tmp_path):
     history = (tmp_path / "p" / "history.csv").read_text().splitlines()
     assert history[0].startswith("iteration,accuracy,messages")
     assert history[-1].startswith("20,")
+    said = error(*peer(tmp_path, "--strategy", "p2p:target=30", "--seed", 5, "--lr", 0.5))
+    assert "seed=0" in said and "seed=5" in said and "lr=0.5" in said and "--out" in said
+    assert "client=0, not with client=1" in error(
+        *peer(tmp_path, "--strategy", "p2p:target=30", "--client", 1)
+    )
     more = polytempo(*peer(tmp_path, "--strategy", "p2p:target=30", "--json"))
     assert more.exit_code == 0, more.output
     events = [json.loads(line) for line in more.output.splitlines() if line.startswith("{")]
@@ -71,6 +76,16 @@ def test_mistakes_are_said_with_their_remedy(tmp_path):
     assert "there is no file" in error(*peer(tmp_path, *options, listen="tls/127.0.0.1:0"))
 
 
+def test_slow_lines_get_the_time_that_they_need(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "polytempo.experiments.peer.Driver", lambda learner, plan, *_: given.append(plan) or 1 / 0
+    )
+    polytempo(*peer(tmp_path, "--exchange-timeout", 90))
+    polytempo(*peer(tmp_path))
+    assert [plan.exchange_timeout for plan in given] == [90, 20]
+
+
 @pytest.mark.parametrize("command", ["peer", "peers", "certs"])
 def test_a_missing_library_is_said(monkeypatch, command, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -89,6 +104,7 @@ def test_a_peer_has_the_data_of_its_number():
 
 def test_a_group_learns_and_leaves_a_summary(tmp_path):
     settings = [*TINY[:2], *TINY[4:], "--strategy", "p2p:target=200,decision=always"]
+    settings += ["--pause", 0.1]  # on a busy machine too they train side by side
     outcome = polytempo("peers", "--local", 2, "--out", tmp_path / "two", *settings, "--json")
     assert outcome.exit_code == 0, outcome.output
     summary = json.loads((tmp_path / "two" / "result.json").read_text())
@@ -96,8 +112,17 @@ def test_a_group_learns_and_leaves_a_summary(tmp_path):
     assert [found["iterations"] for found in summary["peers"]] == [200, 200]
     mean = sum(found["accuracy"] for found in summary["peers"]) / 2
     assert summary["accuracy"] == pytest.approx(mean)
-    assert summary["fusions"] > 0  # they began together
+    for name in ("peer-0", "peer-1"):  # they began together
+        assert '"event": "alone"' not in (tmp_path / "two" / name / "events.jsonl").read_text()
+    assert summary["fusions"] > 0
     assert "holds a run already" in error("peers", "--out", tmp_path / "two", "--local", 2)
+
+
+def test_a_group_takes_over_no_peer_of_another(tmp_path):
+    (tmp_path / "peer-1").mkdir()
+    (tmp_path / "peer-1" / "incarnation.json").write_text("{}")
+    said = error("peers", "--out", tmp_path, "--local", 2)
+    assert "peer-1 holds a peer already (incarnation.json)" in said and "--out" in said
 
 
 def test_only_loopback_addresses_are_safe_without_certificates():

@@ -32,7 +32,7 @@ def driver(folder, name, address, target=60, decision="never", watch=lambda even
         **plan,
     )
     evaluate = lambda learner: learner.evaluate(x, y).correct / len(y)  # noqa: E731
-    return Driver(learner, chosen, address, Folder(folder, name, watch), evaluate)
+    return Driver(learner, chosen, address, Folder(folder, name, watch), evaluate, {"seed": 1})
 
 
 @pytest.fixture
@@ -75,7 +75,8 @@ def test_two_peers_learn_together_until_the_budget_is_spent(tmp_path, addresses)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
+        assert not thread.is_alive()
     assert max(found["messages"] for found in results.values()) == 3
     fused = [(event["peer"], event["side"], *event["token"]) for event in events if is_fused(event)]
     assert len(fused) == len({*fused}) >= 4
@@ -89,11 +90,12 @@ def is_fused(event):
 
 
 def test_training_stops_with_the_error_that_the_network_met(tmp_path, addresses):
-    """A failure in the machine's thread is not swallowed."""
+    """A failure in the machine's thread is not swallowed, and what was learnt is saved."""
     one = driver(tmp_path / "a", "ann", addresses[0], 10**6, "always", pause=0.01)
     one.wire.key = broken(one.wire.key)
     with pytest.raises(ZeroDivisionError):
         one.run()
+    assert one.folder.load()["learner"]["iteration"] == one.learner.iteration > 0
     wait_until(lambda: not any("polytempo" in t.name for t in threading.enumerate()))
 
 

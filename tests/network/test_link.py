@@ -1,11 +1,14 @@
 """Two and more peers on the loopback interface, driven event by event."""
 
+import threading
+
 import pytest
 import torch
 from nearby import wait_until
 
 from polytempo.core.errors import PolytempoError
-from polytempo.peers import FUSIONS, Granted, Idle, Pending, Snapshot, Token
+from polytempo.network.wire import Wire
+from polytempo.peers import FUSIONS, Exchanging, Granted, Idle, Pending, Snapshot, Token
 
 
 def of(link, kind):
@@ -109,6 +112,75 @@ def test_a_grant_ends_with_its_deadline(place, vector):
     assert silent.present == {"a": 1}  # and yet both live
 
 
+def test_an_answer_counts_that_comes_after_its_sender_has_left(place, vector):
+    """The news of an orderly leave may overtake the last model."""
+    owner, claimer = place.enter("a"), place.enter("b")
+    answers = hold_answers(owner)
+    exchange(owner, claimer, vector)
+    wait_until(lambda: answers)
+    owner._declared.pop().undeclare()  # its presence
+    wait_until(lambda: of(claimer, "left"))
+    assert isinstance(claimer.peer.phase, Exchanging)
+    answers[0]()
+    wait_until(lambda: len(claimer.take_fusions()) == 1)
+
+
+def test_an_exchange_ends_with_the_life_of_the_owner(place, vector):
+    """It does not wait for the time-out."""
+    owner, claimer = place.enter("a"), place.enter("b", exchange_timeout=10_000)
+    answers = hold_answers(owner)
+    exchange(owner, claimer, vector)
+    wait_until(lambda: answers)
+    place.leave(owner)
+    wait_until(lambda: isinstance(claimer.peer.phase, Pending))
+    assert claimer.take_fusions() == []
+
+
+def test_a_failed_exchange_counts_and_a_spent_budget_begins_no_other(place, vector):
+    owner, claimer = place.enter("a"), place.enter("b", exchange_timeout=10_000)
+    claimer.budget = 1
+    answers = hold_answers(owner)
+    exchange(owner, claimer, vector)
+    wait_until(lambda: answers)
+    place.leave(owner)
+    wait_until(lambda: not isinstance(claimer.peer.phase, Exchanging))
+    assert claimer.peer.phase == Idle() and claimer.peer.model_messages == 1
+
+
+def test_what_is_far_too_large_is_not_even_put_together(place, vector):
+    ann, eve = place.enter("ann"), place.enter("eve", "never")
+    wait_until(lambda: eve.present and ann.present)
+    flood = bytes(8 * 2**20)
+    replies = eve._session.get(eve.wire.key("exchange", "ann", 1), payload=flood, timeout=3)
+    said = [reply.err.payload.to_bytes() for reply in replies]  # by eve's own side
+    assert said in ([], [b"Timeout"]) and of(ann, "refused") == []
+
+
+def test_who_cannot_enter_leaves_nothing_behind(place, monkeypatch):
+    before = {*threading.enumerate()}
+    monkeypatch.setattr(Wire, "key", broken_key)
+    with pytest.raises(ZeroDivisionError):
+        place.enter("ann")
+    wait_until(lambda: {*threading.enumerate()} <= before)
+
+
+def broken_key(wire, kind, *parts):
+    return 1 / 0 if kind == "ticket" else f"polytempo/test/{kind}"
+
+
+def hold_answers(owner):
+    """Its models are not sent back before somebody says so."""
+    held, send = [], owner._send_back
+    owner._send_back = lambda *what: held.append(lambda: send(*what))
+    return held
+
+
+def exchange(owner, claimer, vector):
+    owner.boundary(Snapshot(vector(0), 0.5, 1))
+    wait_until(lambda: "a" in claimer.peer.hints)
+    claimer.boundary(Snapshot(vector(1), 0.5, 1))
+
+
 def test_a_claim_that_nobody_answers_is_a_no(place, vector):
     """The hint is of a peer that is not there: no exception, no reply, and the next thing."""
     ann = place.enter("bob")
@@ -132,3 +204,31 @@ def test_a_second_process_of_that_name_ends_the_first(place, vector):
     place.enter("ann", incarnation=2)
     with pytest.raises(PolytempoError, match="another process runs as 'ann'"):
         wait_until(lambda: ann.boundary(Snapshot(vector(0), 0.5, 1)))
+
+
+def test_a_ticket_of_that_name_does_not(place, vector):
+    """Any process of the run can let one stand."""
+    ann, eve = place.enter("ann"), place.enter("eve")
+    foreign = eve._session.liveliness().declare_token(eve.wire.key("ticket", "ann", 2, 1))
+    eve.boundary(Snapshot(vector(1), 0.5, 1))
+    wait_until(lambda: "eve" in ann.peer.hints)  # which came after it
+    ann.boundary(Snapshot(vector(0), 0.5, 1))
+    foreign.undeclare()
+
+
+def test_a_link_ends_its_own_threads_and_waits_for_no_other(place, monkeypatch):
+    """Somebody else's begins while the link is made, and goes on when it has left."""
+    before, key = {*threading.enumerate()}, Wire.key
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait, args=(120,))
+
+    def meanwhile(*parts):
+        if other.ident is None:
+            other.start()
+        return key(*parts)
+
+    monkeypatch.setattr(Wire, "key", meanwhile)
+    place.leave(place.enter("ann"))
+    assert {*threading.enumerate()} - before == {other}
+    ended.set()
+    other.join()

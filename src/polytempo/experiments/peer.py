@@ -28,11 +28,13 @@ from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
+EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
 PEER_SETTINGS = (  # those of a run that matter to a peer, beside its strategy
     *FEDERATION,
     *("model", "buffers", "rounds", "messages", "batch_size", "lr", "momentum", "weight_decay"),
     *("eval_every", "seed"),
 )
+FIXED = ("seed", "model", "buffers", "batch_size", "lr", "momentum", "weight_decay")  # on resuming
 
 
 def client_of(id: str, client: int | None, clients: int) -> int:
@@ -63,6 +65,7 @@ def run_peer(
     wait: bool = False,
     save_every: int = SAVE_ROUNDS,
     pause: float = 0.0,
+    exchange_timeout: float = EXCHANGE_SECONDS,
     watch: Callable[[dict[str, Any]], None] = lambda event: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -115,12 +118,15 @@ def run_peer(
         save_every=save_every,
         wait_for=clients - 1 if wait else 0,
         pause=pause,
+        exchange_timeout=exchange_timeout,
         seed=config.seed,
     )
+    fixed = {"data": federation.digest, "client": client}
+    fixed |= {name: getattr(config, name) for name in FIXED}
     folder = Folder(out, id, watch)
     try:
+        driver = Driver(learner, plan, address, folder, evaluate, fixed)
         write_config(out / "config.toml", config)
-        driver = Driver(learner, plan, address, folder, evaluate)
         found = driver.run(interrupted)
     finally:
         folder.close()

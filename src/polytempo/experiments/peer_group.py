@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ from polytempo.experiments.result import write_table
 from polytempo.experiments.run import holds_run
 from polytempo.local.processes import cores
 from polytempo.network.certificates import LOCAL, make_certificates
+from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports
 from polytempo.storage import replace_text
 
@@ -45,6 +47,12 @@ class Group:
         self.names = [f"peer-{number}" for number in range(config.clients)]
         if holds_run(out):
             raise PolytempoError(f"{out} holds a run already; choose another --out, or delete it")
+        for name, file in product(self.names, (STATE, INCARNATION)):
+            if (out / name / file).exists():
+                raise PolytempoError(
+                    f"{out / name} holds a peer already ({file}), which this group would go on "
+                    "with; choose another --out, or delete it"
+                )
         self.out, self.watch, self.options = out, watch, options
         ports = free_ports(len(self.names))
         self.where = [f"{'tls' if tls else 'tcp'}/127.0.0.1:{port}" for port in ports]

@@ -67,7 +67,7 @@ def simulate(
         "data": GIVEN + federation.description,
         "model": _model_name(model),
     }
-    config = config.model_copy(update=truth)
+    config = _enough_rounds(config.model_copy(update=truth), chosen, federation.clients)
     simulator = make_simulator(config, federation, model, chosen)
     if out is None:
         peak_memory(reset=True)
@@ -93,7 +93,9 @@ def run(
 def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[RunConfig, Engine]:
     """The run's world, and its settings with everything filled in that was left open."""
     federation = federation or load_federation(config)
-    simulator = make_simulator(config, federation, config.model)
+    strategy = config.make("strategy")
+    config = _enough_rounds(config, strategy, federation.clients)
+    simulator = make_simulator(config, federation, config.model, strategy)
     filled: dict[str, Any] = {
         "clients": federation.clients,
         "partition": dict(federation.partition),
@@ -107,6 +109,13 @@ def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[Ru
     if config.data_dir is not None:
         filled["data_dir"] = str(Path(config.data_dir).expanduser().resolve())
     return config.model_copy(update=filled), simulator
+
+
+def _enough_rounds(config: RunConfig, strategy: Strategy, clients: int) -> RunConfig:
+    """The rounds do not cut off a target that peers were given."""
+    if not isinstance(strategy, P2P):
+        return config
+    return config.model_copy(update={"rounds": strategy.rounds(config.rounds, clients)})
 
 
 def resume(

@@ -9,10 +9,11 @@ overwritten.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from polytempo.core.errors import PolytempoError
 from polytempo.local import Learner
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
@@ -35,6 +36,7 @@ class Plan:
     save_every: int = 100  # local rounds
     wait_for: int = 0  # begin when so many others are there ...
     wait_seconds: float = 30.0  # ... or after so long
+    exchange_timeout: float = 20.0  # seconds for a model each way
     pause: float = 0.0  # seconds after each local round: a slower machine
     seed: int = 0
 
@@ -43,7 +45,8 @@ class Driver:
     """Drives the peer of a folder. One that holds a state is gone on with, as a new incarnation.
 
     Figures (`messages` that carried a model, `announcements`, `fusions`, `seconds`) are those of
-    all incarnations, as far as they were saved.
+    all incarnations, as far as they were saved. `fixed`: settings without which a saved state
+    makes no sense; it is gone on with only if they are the same.
     """
 
     def __init__(
@@ -53,15 +56,17 @@ class Driver:
         address: Address,
         folder: Folder,
         evaluate: Callable[[Learner], float],
+        fixed: Mapping[str, Any],
     ) -> None:
         self.learner, self.plan, self.address, self.folder = learner, plan, address, folder
-        self.evaluate = evaluate
+        self.evaluate, self.fixed = evaluate, dict(fixed)
         self.wire = Wire(plan.run, learner.space)
         self.peer = Peer(
             check_name("peer", folder.peer),
             folder.incarnation,
             plan.decision,
             peers=plan.peers,
+            exchange_timeout=plan.exchange_timeout,
             seed=plan.seed,
         )
         self.history: list[dict[str, Any]] = []
@@ -70,6 +75,7 @@ class Driver:
         self._begin = time.monotonic()
         state = folder.load()
         if state is not None:
+            self._check(state.get("fixed", {}))
             learner.load_state_dict(state["learner"])
             self.history, self._earlier = state["history"], state["figures"]
         folder.iteration = learner.iteration
@@ -89,24 +95,12 @@ class Driver:
         learner, plan, folder = self.learner, self.plan, self.folder
         folder.record("started", target=learner.schedule.target)
         with Link(self.peer, self.wire, self.address, folder.record) as link:
-            if not link.wait_for(plan.wait_for, plan.wait_seconds, interrupted):
-                folder.record("alone", others=len(link.present), expected=plan.wait_for)
-            if not self.history:
-                self._evaluate()
-            rounds = 0
-            while not (learner.finished or interrupted() or self._spent()):
-                learner.steps(plan.steps)
-                rounds += 1
-                folder.iteration = learner.iteration
-                self._fuse(link)
-                link.boundary(Snapshot(learner.params, learner.progress, learner.iteration))
-                if rounds % plan.eval_every == 0:
-                    self._evaluate()
-                if rounds % plan.save_every == 0:
+            try:
+                self._take_part(link, interrupted)
+            except Exception as error:
+                if error is link.failure:  # not the model's fault: it can be gone on with
                     self._save()
-                time.sleep(plan.pause)
-            link.leave()
-            self._fuse(link)
+                raise
         last = self.history[-1]
         if (last["iteration"], last["fusions"]) != (learner.iteration, self.figures["fusions"]):
             self._evaluate()
@@ -123,6 +117,29 @@ class Driver:
             "accuracy_best": max(row["accuracy"] for row in self.history),
             **self.figures,
         }
+
+    def _take_part(self, link: Link, interrupted: Callable[[], bool]) -> None:
+        learner, plan, folder = self.learner, self.plan, self.folder
+        if plan.messages is not None:
+            link.budget = plan.messages - self._earlier["messages"]
+        if not link.wait_for(plan.wait_for, plan.wait_seconds, interrupted):
+            folder.record("alone", others=len(link.present), expected=plan.wait_for)
+        if not self.history:
+            self._evaluate()
+        rounds = 0
+        while not (learner.finished or interrupted() or self._spent()):
+            learner.steps(plan.steps)
+            rounds += 1
+            folder.iteration = learner.iteration
+            self._fuse(link)
+            link.boundary(Snapshot(learner.params, learner.progress, learner.iteration))
+            if rounds % plan.eval_every == 0:
+                self._evaluate()
+            if rounds % plan.save_every == 0:
+                self._save()
+            time.sleep(plan.pause)
+        link.leave()
+        self._fuse(link)
 
     def _spent(self) -> bool:
         budget = self.plan.messages
@@ -146,4 +163,16 @@ class Driver:
 
     def _save(self) -> None:
         state = {"learner": self.learner.state_dict(), "history": self.history}
-        self.folder.save({**state, "figures": self.figures})
+        self.folder.save({**state, "figures": self.figures, "fixed": self.fixed})
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        other = [name for name, value in self.fixed.items() if saved.get(name) != value]
+        if other:
+            was, now = (
+                ", ".join(f"{name}={found.get(name)}" for name in other)
+                for found in (saved, self.fixed)
+            )
+            raise PolytempoError(
+                f"{self.folder.path} holds a peer that learnt with {was}, not with {now}; give the "
+                "same settings, or another --out"
+            )

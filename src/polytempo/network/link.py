@@ -10,6 +10,7 @@ is Zenoh's default for `put`, is to drop the message).
 from __future__ import annotations
 
 import heapq
+import math
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.network.session import Address, open_session
-from polytempo.network.wire import Message, Wire
+from polytempo.network.wire import MOST_HEADER, Message, Wire
 from polytempo.peers import (
     Action,
     Announce,
@@ -28,6 +29,7 @@ from polytempo.peers import (
     Exchange,
     Exchanging,
     Fusion,
+    Identity,
     Idle,
     Peer,
     SetDeadline,
@@ -44,6 +46,7 @@ Job = Callable[[], object]
 Record = Callable[..., None]  # record(event, **what): keeps a log
 _CLAIM, _EXCHANGE = "claim", "exchange"
 _YES, _NO = b"yes", b"no"
+_BESIDES = 2**20  # bytes: far more than a message has beside the model
 _POLL = 0.02  # seconds between two looks at something that another thread brings about
 
 
@@ -52,11 +55,14 @@ class Link:
 
     def __init__(self, peer: Peer, wire: Wire, address: Address, record: Record) -> None:
         self.peer, self.wire, self.address, self.record = peer, wire, address, record
+        self.budget = math.inf  # models that may be sent; then the peer takes part no more
         self.present: dict[str, int] = {}  # the incarnation of each other peer that lives
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._deadlines: list[tuple[float, int, Token]] = []
         self._standing: dict[Token, zenoh.LivelinessToken] = {}
-        self._failure: Exception | None = None
+        self._callbacks = 0  # Zenoh runs each on a thread of its own ...
+        self._ended: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()  # ... named here
+        self.failure: Exception | None = None  # what ended this link
         self._phase = type(peer.phase).__name__
         self._thread = threading.Thread(target=self._serve, name="polytempo machine")
 
@@ -66,26 +72,31 @@ class Link:
         import zenoh
 
         self._zenoh = zenoh
-        self._session = open_session(self.address)
+        self._session = open_session(self.address, self.wire.most_payload + _BESIDES)
         self._post_office = ThreadPoolExecutor(4, "polytempo sender")
-        before = {*threading.enumerate()}
+        try:
+            self._declare()
+        except BaseException:
+            self._session.close()  # type: ignore[no-untyped-call]
+            raise
+        self._thread.start()
+        return self
+
+    def _declare(self) -> None:
         me, key = self.peer.identity, self.wire.key
         # What others may ask stands before they hear of us.
         self._declared: list[Any] = [
-            self._session.declare_queryable(key(kind, *me), partial(self._post, answer))
+            self._session.declare_queryable(key(kind, *me), self._callback(answer))
             for kind, answer in ((_CLAIM, self._claimed), (_EXCHANGE, self._exchanged))
         ]
         presence = self._session.liveliness()
         for kind in ("peer", "ticket"):
             self._declared.append(
                 presence.declare_subscriber(
-                    key(kind, "**"), partial(self._post, self._presence), history=True
+                    key(kind, "**"), self._callback(self._presence), history=True
                 )
             )
         self._declared.append(presence.declare_token(key("peer", *me)))
-        self._callers = {*threading.enumerate()} - before  # Zenoh's, one a callback
-        self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Undeclare, close and join: Python aborts if a thread of Zenoh's outlives it."""
@@ -95,8 +106,8 @@ class Link:
         for declared in (*self._standing.values(), *reversed(self._declared)):
             declared.undeclare()
         self._session.close()  # type: ignore[no-untyped-call]
-        for thread in self._callers:
-            thread.join()
+        for _each in range(self._callbacks):
+            self._ended.get().join()
 
     def boundary(self, snapshot: Snapshot) -> None:
         """A local round has ended with this model."""
@@ -126,16 +137,23 @@ class Link:
     def _post(self, job: Callable[..., object], *what: object) -> None:
         self._jobs.put(partial(job, *what))
 
+    def _callback(self, job: Callable[..., object]) -> Any:
+        """Posts what Zenoh reports; the last thing that its thread does is to say which it is."""
+        self._callbacks += 1
+        ended = lambda: self._ended.put(threading.current_thread())  # noqa: E731
+        return self._zenoh.handlers.Callback(partial(self._post, job), ended)
+
     def _ask(self, question: Callable[[], T]) -> T:
         """Let the machine's thread answer."""
         answer: Future[T] = Future()
 
         def job() -> None:
             try:
-                if self._failure is not None:
-                    raise self._failure
+                if self.failure is not None:
+                    raise self.failure
                 answer.set_result(question())
             except Exception as error:
+                self.failure = error
                 answer.set_exception(error)
 
         self._jobs.put(job)
@@ -157,7 +175,7 @@ class Link:
             try:
                 job()
             except Exception as error:  # the training loop raises it at the next round's end
-                self._failure = error
+                self.failure = error
 
     def _deadline(self, token: Token) -> None:
         self._act(self.peer.deadline(token))
@@ -168,6 +186,8 @@ class Link:
         if phase != self._phase:
             self._phase = phase
             self.record("phase", phase=phase)
+        if self.peer.model_messages >= self.budget and not self.peer.stopped:
+            actions = [*actions, *self.peer.stop()]
         for action in actions:
             match action:
                 case Announce(token):
@@ -194,7 +214,7 @@ class Link:
             return
         me = self.peer.identity
         if who.peer == me.peer:
-            if stands and who.incarnation > me.incarnation:
+            if isinstance(who, Identity) and stands and who.incarnation > me.incarnation:
                 raise PolytempoError(
                     f"another process runs as {me.peer!r} now (incarnation {who.incarnation}, this "
                     f"one is {me.incarnation}); give each peer an --id of its own"
@@ -208,6 +228,9 @@ class Link:
             if self.present.get(who.peer) == who.incarnation:
                 del self.present[who.peer]
             self.record("left", who=list(who))
+            phase = self.peer.phase
+            if isinstance(phase, Exchanging) and phase.token.owner == who:
+                return  # its answer may be on its way still; the query's end tells
             self._act(self.peer.gone(who))
 
     # -- as the owner of a ticket ---------------------------------------------------------------
@@ -328,8 +351,10 @@ class Link:
     # -- both -----------------------------------------------------------------------------------
 
     def _read(self, letter: zenoh.Query | zenoh.Sample, *, weights: bool) -> Message:
-        """The message in a query or a reply; its size is looked at before its bytes."""
+        """The message in a query or a reply; their sizes are looked at before their bytes."""
         header, payload = letter.attachment, letter.payload
+        if header is not None and len(header) > MOST_HEADER:
+            raise Refused(f"its header has {len(header)} bytes; at most {MOST_HEADER} are read")
         size = 0 if payload is None else len(payload)
         if size > self.wire.most_payload:
             raise Refused(f"it has {size} bytes; at most {self.wire.most_payload} are read")
@@ -346,7 +371,7 @@ class Link:
             try:
                 send(*what)
             except Exception as error:  # the training loop raises it at the next round's end
-                self._failure = error
+                self.failure = error
 
         self._post_office.submit(attempt)
 

@@ -50,13 +50,17 @@ def require_network() -> None:
             )
 
 
-def open_session(address: Address) -> zenoh.Session:
-    """Listen, and call the seeds; those that do not answer yet are called again, for ever."""
+def open_session(address: Address, most_bytes: int = 2**30) -> zenoh.Session:
+    """Listen, and call the seeds; those that do not answer yet are called again, for ever.
+
+    No message is put together that has more than so many bytes.
+    """
     require_network()
     import zenoh
 
     config = zenoh.Config()
-    for key, value in settings(address).items():
+    limit = {"transport/link/rx/max_message_size": most_bytes}
+    for key, value in (settings(address) | limit).items():
         config.insert_json5(key, json.dumps(value))
     try:
         return zenoh.open(config)

@@ -157,6 +157,7 @@ class Wire:
                 f"its weights are {params.dtype} of shape {tuple(params.shape)}; "
                 f"{self.dtype} of shape {(self.size,)} was expected"
             )
-        if not bool(torch.isfinite(params).all()):
-            raise Refused("its weights are not all finite")
+        # As a server checks an update: NaN and infinity fail too, and mixing stays finite.
+        if not float(torch.dot(params, params)) <= min(torch.finfo(self.dtype).max / 16, 1e150):
+            raise Refused("its weights are not finite, or too large: its training diverged")
         return params

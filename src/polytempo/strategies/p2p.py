@@ -4,6 +4,7 @@ Peer-to-Peer Federated Learning for Heterogeneous Systems, EuroMLSys 2025)."""
 from __future__ import annotations
 
 from dataclasses import field
+from math import ceil
 from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -26,12 +27,13 @@ class P2P(Strategy):
     paper's rate is 2), every (`decision.rounds` local rounds), always, or never (local training
     alone). `fusion`: how much a partner counts: progress (by its share of the progress,
     `fusion.wf0` in all) or naive (`fusion.weight`, fixed).
-    `local_steps`: iterations of a local round. `target`: iterations of each peer in the whole run;
-    None: what it takes for the run's rounds, shared equally. At each of the `milestones`, shares of
-    the target, the learning rate is multiplied by `gamma`. A peer that has reached its target takes
-    part no more. `common_test`: every peer is tested on the test samples of all (the paper), not
-    only on its own; slower, and of use where all hold data of one kind. `score_fusions`: test each
-    model just before and just after a fusion too (slow): what fusions do to whom.
+    `local_steps`: iterations of a local round. `target`: iterations of each peer in the whole run,
+    which has as many rounds as that takes; None: what it takes for the run's rounds, shared
+    equally. At each of the `milestones`, shares of the target, the learning rate is multiplied by
+    `gamma`. A peer that has reached its target takes part no more. `common_test`: every peer is
+    tested on the test samples of all (the paper), not only on its own; slower, and of use where all
+    hold data of one kind. `score_fusions`: test each model just before and just after a fusion too
+    (slow): what fusions do to whom.
 
     A round is a local round of one peer, and a version a pairing. Slots have no meaning: all peers
     train all the time.
@@ -65,6 +67,10 @@ class P2P(Strategy):
 
     def model_for(self, client: int) -> Tensor:
         return self.models[client]
+
+    def rounds(self, given: int, clients: int) -> int:
+        """Local rounds of all together in a run: those given, or more if the target takes more."""
+        return max(given, clients * ceil((self.target or 0) / self.local_steps))
 
     def iterations(self, rounds: int) -> int:
         """The target of each peer in a run of so many local rounds of all together."""
