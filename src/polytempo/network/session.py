@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -73,12 +74,19 @@ def open_session(address: Address, most_bytes: int = 2**30) -> zenoh.Session:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on now."""
+    """Ports of the loopback interface that nobody listens on now, drawn at random from below those
+    that systems give to outgoing connections: nobody takes them before they are used."""
+    found: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000):
+            try:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue  # somebody listens there
+            found.append(port)
+            if len(found) == count:
+                return found
+    raise PolytempoError(f"this machine has no {count} free ports between 20000 and 32000")
 
 
 def settings(address: Address) -> dict[str, Any]:
