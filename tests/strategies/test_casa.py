@@ -322,6 +322,49 @@ def test_a_representative_is_the_sample_weighted_mean():
     torch.testing.assert_close(mean, 0.75 * unit(0) + 0.25 * unit(1))
 
 
+# -- clients that are gone ------------------------------------------------------------------------
+
+
+def test_what_is_lost_leaves_nothing_behind():
+    casa = ready(clients=3)
+    for client in range(3):
+        casa.anchor_for(client)
+    casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(0, 0))
+    assert casa.buffer.authors(2).tolist() == [0]
+    casa.lost(2)
+    assert len(casa.buffer.authors(2)) == 0 and casa.started[2] == -1
+    assert set(casa.received) == {"1"}
+    casa.fold(Update(1, 0, torch.randn(D), 10), Staleness(1, 1))
+    assert casa.buffer.authors(2).tolist() == [1]  # it may be started again
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_buffered_for_who_has_left_until_it_is_back(training):
+    server = Server(CASA(), Context(torch.zeros(D), [10] * 6, Task(), seed=0), refill="same")
+    sent = {action.client: action for action in server.join(range(6))}
+    random = np.random.default_rng(0)
+    if not training:
+        server.away(3)
+        arrive(server, sent, 3, unit(3), random)
+    arrive(server, sent, 0, unit(0), random)
+    assert server.strategy.buffer.authors(3).tolist() == [0]
+    server.leave(3)
+    arrive(server, sent, 1, unit(1), random)
+    assert len(server.strategy.buffer.authors(3)) == 0
+    sent |= {action.client: action for action in server.join([3])}
+    arrive(server, sent, 2, unit(2), random)
+    assert server.strategy.buffer.authors(3).tolist() == [2]
+
+
+def test_those_that_never_came_do_not_keep_models_from_others():
+    """Nobody is waited for after 3 n arrivals; what was kept for those that did not come goes."""
+    server, *_ = run(CASA(founders=3.0), absent=[3, 7], rounds=36)
+    assert len(server.strategy.buffer.authors(3)) > 0
+    server, *_ = run(CASA(founders=3.0), absent=[3, 7], rounds=60)
+    assert server.strategy.clusters()[[3, 7]].tolist() == [-1, -1]
+    assert not (server.strategy.buffer.holds[[3, 7]] >= 0).any()
+
+
 # -- CASA+ --------------------------------------------------------------------------------------
 
 

@@ -139,6 +139,17 @@ def test_on_arrival_the_last_update_of_each_client_counts():
     torch.testing.assert_close(strategy.model_for(0), before + 0.3 * CHANGES[6])
 
 
+@pytest.mark.parametrize("kind", [CFL, CFLAsync, ICFL, ICFLAsync])
+def test_what_a_client_received_is_forgotten_with_what_it_trained(kind):
+    strategy = ready(kind())
+    for client in range(3):
+        strategy.anchor_for(client)
+    strategy.lost(0)
+    strategy.left(1)
+    strategy.left(5)  # it was not in training
+    assert set(strategy.received) == {"2"}
+
+
 # -- ICFL ---------------------------------------------------------------------------------------
 
 
