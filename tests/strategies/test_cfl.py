@@ -19,8 +19,8 @@ def unit(k: int) -> torch.Tensor:
     return vector
 
 
-def ready(strategy, clients=8):
-    strategy.setup(Context(torch.zeros(D), [10] * clients, Task(), seed=0))
+def ready(strategy, clients=8, samples=None):
+    strategy.setup(Context(torch.zeros(D), samples or [10] * clients, Task(), seed=0))
     return strategy
 
 
@@ -114,6 +114,19 @@ def test_the_first_update_is_a_change_not_a_model():
     assert set(strategy.clusters().tolist()) == {0}
 
 
+def test_a_cluster_moves_by_the_sample_weighted_mean():
+    strategy = ready(CFL(), samples=[30, 10, 10])
+    cohort(strategy, {0: unit(0), 1: unit(1)})  # the third is not in the cohort
+    torch.testing.assert_close(strategy.model_for(2), 0.75 * unit(0) + 0.25 * unit(1))
+
+
+def test_who_is_in_no_cluster_is_handed_the_mean_by_sizes():
+    strategy = ready(CFL(), clients=5)
+    strategy.cluster[:] = [0, 0, 0, 1, -1]
+    strategy.models, strategy.revisions = [unit(0), unit(1)], [1, 2]
+    torch.testing.assert_close(strategy.model_for(4), 0.75 * unit(0) + 0.25 * unit(1))
+
+
 @pytest.mark.parametrize("kind", [CFL, CFLAsync])
 def test_nothing_is_split_before_all_of_a_cluster_are_heard_of(kind):
     strategy = ready(kind(eps_1=0.1, eps_2=0.5))
@@ -177,5 +190,19 @@ def test_a_newcomer_joins_those_like_it_or_opens_a_cluster(alike):
         for client in range(6):
             upload(strategy, client, unit(client % 2) + 0.01 * unit(7 + turn))
     assert strategy.clusters().tolist() == [0, 1, 0, 1, 0, 1, -1]
-    upload(strategy, 6, unit(1) if alike else unit(5))
+    handed, joined = strategy.model_for(6), strategy.model_for(1)
+    assert not torch.equal(handed, joined)
+    change = unit(1) if alike else unit(5)
+    upload(strategy, 6, change)
     assert strategy.clusters().tolist() == [0, 1, 0, 1, 0, 1, 1 if alike else 2]
+    begin = joined if alike else handed  # a cluster of its own begins with what it was handed
+    torch.testing.assert_close(strategy.model_for(6), 0.7 * begin + 0.3 * (handed + change))
+
+
+def test_parts_that_are_no_more_alike_within_than_across_stay_together():
+    """All pairs are equally alike: the threshold asks for a split, but there is none to gain by."""
+    strategy = ready(ICFL(start=0.9))
+    similarity = np.full((4, 4), 0.75)
+    np.fill_diagonal(similarity, 1.0)
+    members = np.arange(4)
+    assert strategy.parts(members, similarity) is None

@@ -34,7 +34,6 @@ from polytempo.strategies.history import cosine
 from polytempo.strategies.similarity_buffer import SimilarityBuffer
 from polytempo.strategies.splitting import groups, spectrum
 
-
 GONE = -2  # in place of the round at which a client started
 
 
@@ -210,17 +209,22 @@ class CASA(Clustered):
         return max(found, key=found.__getitem__)
 
     def cut(self, number: int) -> None:
-        """Split the cluster, if it is time (Eq. 14)."""
+        """Split the cluster, if it is time (Eq. 14). Who is gone is not waited for: unless it has
+        been compared with everybody, it is in no part, and a newcomer should it come back."""
         members = self.members(number)
+        gaps = np.isnan(self.alike[np.ix_(members, members)]).any(1)
+        away = gaps & (self.started[members] == GONE)
+        members, missing = members[~away], members[away]
         alike = self.alike[np.ix_(members, members)]
         if len(members) < 3 or np.isnan(alike).any():
             return
         found = spectrum(alike)
         alpha_c = self.decays(len(members), 0)[0]
         if found.parts > 1 and float(alpha_c) < found.gap**self.gamma:
+            self.cluster[missing] = -1
             self.split(number, groups(found))
-            parted = (self.cluster[:, None] != self.cluster) & (self.cluster[:, None] >= 0)
-            self.buffer.keep(~parted)
+            reader, author = self.cluster[:, None], self.cluster
+            self.buffer.keep((author >= 0) & ((reader == author) | (reader < 0)))
 
     def store(self, i: int, w: Tensor, tau: int) -> None:
         """Alg. 2: into the buffers of i's cluster, and of those in training that have none yet,
