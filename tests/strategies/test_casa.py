@@ -232,6 +232,14 @@ def test_four_planted_groups_are_found_exactly(sizes):
     assert (sum(sizes) > DENSE) == (sum(sizes) == 300)  # both solvers are tried
 
 
+def test_the_spectrum_of_exact_blocks_is_the_same_every_time():
+    """The solver's first vector leads nowhere after a few steps, and it has to take another."""
+    similarity = np.kron(np.eye(3), np.ones((80, 80)))
+    first, second = spectrum(similarity), spectrum(similarity)
+    assert len(similarity) > DENSE and first.parts == 3
+    assert np.array_equal(first.vectors, second.vectors)
+
+
 def test_the_gap_is_that_of_the_laplacian():
     """Two pairs that know nothing of each other: eigenvalues 0, 0, 1 - (1 - c) / (1 + c), ..."""
     c = 0.6

@@ -206,3 +206,15 @@ def test_parts_that_are_no_more_alike_within_than_across_stay_together():
     np.fill_diagonal(similarity, 1.0)
     members = np.arange(4)
     assert strategy.parts(members, similarity) is None
+
+
+def test_a_newcomers_revision_changes_as_soon_as_its_model_does():
+    strategy = ready(ICFL(start=-1.0), clients=3)
+    cohort(strategy, {0: unit(0), 1: unit(1)})
+    strategy.cluster[:] = [0, 1, -1]
+    strategy.models, strategy.revisions = [unit(0), unit(1)], [1, strategy.changes]
+    strategy.anchor_for(2)
+    model, revision = strategy.model_for(2), strategy.revision(2)
+    strategy.fold(Update(2, 0, model + unit(1), 10), Staleness(0, 0))
+    assert strategy.clusters()[2] == 1 and not torch.equal(strategy.model_for(2), model)
+    assert strategy.revision(2) != revision

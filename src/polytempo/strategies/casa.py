@@ -195,7 +195,8 @@ class CASA(Clustered):
 
     def best_cluster(self, update: Update, w: Tensor) -> int:
         """The cluster whose representative is most like the newcomer: the mean of what there is of
-        it in the newcomer's buffer (Eq. 15); if that is empty, the cluster's model."""
+        it in the newcomer's buffer (Eq. 15); if that is empty, the cluster's model, by what has
+        changed in it since the initial one, whatever `reference` says."""
         authors = self.buffer.authors(update.client)
         if not len(authors):
             initial = self.context.initial
