@@ -171,6 +171,20 @@ def test_a_lost_update_changes_neither_round_nor_version():
     assert server.strategy.seen == []
 
 
+def test_the_strategy_is_told_what_is_lost_and_who_has_left():
+    server, _ = begin(4, slots=2)
+    told: list[tuple[str, int]] = []
+    server.strategy.lost = lambda client: told.append(("lost", client))
+    server.strategy.left = lambda client: told.append(("left", client))
+    first, second = server.open
+    idle = next(client for client in range(4) if client not in server.open)
+    server.away(first)  # what it trains may come
+    server.lost(first)
+    server.leave(second)
+    server.leave(idle)
+    assert told == [("lost", first), ("left", second), ("left", idle)]
+
+
 # -- slots and refill ------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ CLIENTS, ROUNDS = 8, 40
 SPECS = [
     *("fedavg", "fedasync", "fedbuff:buffer_size=3", "standalone", "pace", "port", "fedamp"),
     *("pfedgraph-async", "ace", "ace:start=first", "aced", "ca2fl:buffer_size=3", "vanilla-asgd"),
+    *("casa:founders=1", "casa+:founders=1", "icfl:founders=1", "icfl-async:founders=1"),
+    "ifca-async",
 ]
 
 
@@ -113,7 +115,7 @@ def test_the_first_step_of_ace_waits_only_for_those_in_training(fed, spec):
     assert other.server.version > 0 and len(other.server.known) == CLIENTS
 
 
-@pytest.mark.parametrize("spec", ["fedavg", "pace", "ace"])
+@pytest.mark.parametrize("spec", ["fedavg", "pace", "ace", *SPECS[-5:]])
 def test_a_run_with_newcomers_goes_on_where_it_stopped(fed, spec, tmp_path):
     straight, _ = world(fed, spec, "join:round=12,share=0.25")
     straight.run(ROUNDS)

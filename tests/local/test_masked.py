@@ -68,3 +68,11 @@ def test_what_is_no_parameter_is_never_masked(small):
 def test_a_sparse_task_takes_less_time_in_proportion():
     assert task(sparsity=0.25).work(100) == pytest.approx(0.75 * task(sparsity=None).work(100))
     assert task(sparsity=0.0).extras == {"mask": 1} and task(sparsity=None).extras == {}
+
+
+def test_nothing_is_sorted_if_nothing_is_dropped(small, monkeypatch):
+    monkeypatch.setattr(torch, "sort", None)
+    solver = Trainer(module(), small, seed=0)
+    job = Job(1, solver.space.read(), task(sparsity=0.0), ("client", 1))
+    assert solver.mask(job).all()
+    solver.train(job)

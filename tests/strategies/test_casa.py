@@ -20,9 +20,9 @@ from polytempo.strategies.splitting import DENSE, groups, spectrum
 D = 24
 
 
-def ready(clients=8, strategy=None, **options) -> CASA:
+def ready(clients=8, strategy=None, samples=None, **options) -> CASA:
     casa = strategy or CASA(**options)
-    casa.setup(Context(torch.linspace(-1, 1, D), [10] * clients, Task(), seed=0))
+    casa.setup(Context(torch.linspace(-1, 1, D), samples or [10] * clients, Task(), seed=0))
     return casa
 
 
@@ -52,6 +52,15 @@ def test_the_decay_is_always_between_0_and_1(size, t, tau):
     casa.t = t
     alpha_c, _, alpha_i = casa.decays(size, tau)
     assert 0 < float(alpha_i) <= float(alpha_c) < 1
+
+
+def test_an_update_that_is_staler_than_usual_counts_less():
+    """13 clients: alpha_c is 2 / log2(16) = 0.5 at first, and a staleness of 16 halves it twice."""
+    for tau, alpha in ((13, 0.5), (16, 0.125)):
+        casa = ready(clients=13, k=0.0)
+        start = casa.model_for(0)
+        casa.fold(Update(0, 0, start + 1, 10), Staleness(tau, tau))
+        torch.testing.assert_close(casa.model_for(0), start + alpha)
 
 
 def test_without_the_bilevel_decay_every_update_counts_alike():
@@ -158,6 +167,37 @@ def test_models_are_buffered_for_those_that_started_at_about_the_same_time():
     assert [casa.buffer.authors(client).tolist() for client in range(4)] == [[1], [], [0], [0]]
 
 
+@pytest.mark.parametrize(("earlier", "buffered"), [(3, True), (4, False), (5, False)])
+def test_the_limit_itself_is_too_long_before(earlier, buffered):
+    """Four clients and no fading: r_c = 4. Client 1 started that many arrivals before client 0."""
+    casa = ready(clients=4, k=0.0)
+    casa.anchor_for(1)
+    casa.t = earlier
+    casa.anchor_for(0)
+    casa.t = earlier + 2  # two others came meanwhile
+    casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(2, 2))
+    assert casa.buffer.authors(1).tolist() == ([0] if buffered else [])
+
+
+def test_a_split_empties_buffers_of_what_comes_from_other_parts_and_precedes_storing():
+    """Client 1 started 4 before the others: usual among six, too long among three."""
+    casa = ready(clients=6, k=0.0)
+    casa.anchor_for(1)
+    casa.t = 4
+    for client in (0, 2, 3, 4, 5):
+        casa.anchor_for(client)
+    casa.store(0, unit(0), 0)
+    casa.store(5, unit(1), 0)
+    casa.alike = np.kron(np.eye(2), np.full((3, 3), 0.9))
+    np.fill_diagonal(casa.alike, 1.0)
+    casa.fold(Update(2, 0, casa.model_for(2) + unit(0), 10), Staleness(0, 0))
+    assert casa.clusters().tolist() == [0, 0, 0, 1, 1, 1]
+    assert [casa.buffer.authors(client).tolist() for client in range(6)] == [
+        *([2], [0], []),
+        *([5], [5], []),
+    ]
+
+
 def test_a_checkpoint_of_another_budget_is_refused():
     with pytest.raises(PolytempoError, match="expected 5 and 2"):
         buffer(budget=2).load_state_dict(buffer(budget=3).state_dict())
@@ -167,7 +207,7 @@ def test_a_checkpoint_of_another_budget_is_refused():
 
 
 def planted(sizes, seed=0, within=0.6, noise=0.1):
-    """Four groups in random order, cosines with noise."""
+    """Groups of these sizes in random order, cosines with noise."""
     random = np.random.default_rng(seed)
     truth = random.permutation(np.repeat(np.arange(len(sizes)), sizes))
     similarity = np.where(truth[:, None] == truth, within, 0.05)
@@ -190,6 +230,14 @@ def test_four_planted_groups_are_found_exactly(sizes):
     assert same_partition(parts.tolist(), truth.tolist())
     assert parts[0] == 0
     assert (sum(sizes) > DENSE) == (sum(sizes) == 300)  # both solvers are tried
+
+
+def test_the_spectrum_of_exact_blocks_is_the_same_every_time():
+    """The solver's first vector leads nowhere after a few steps, and it has to take another."""
+    similarity = np.kron(np.eye(3), np.ones((80, 80)))
+    first, second = spectrum(similarity), spectrum(similarity)
+    assert len(similarity) > DENSE and first.parts == 3
+    assert np.array_equal(first.vectors, second.vectors)
 
 
 def test_the_gap_is_that_of_the_laplacian():
@@ -218,7 +266,7 @@ def test_no_split_while_a_pair_is_unknown():
 
 
 def test_no_split_while_the_decay_is_large():
-    """alpha_c < gap^gamma: with two groups and gap 0.375, alpha_c = 2 / log2(7) = 0.71."""
+    """alpha_c < gap^gamma: with two groups and gap 0.46, alpha_c = 2 / log2(7) = 0.71."""
     similarity = np.kron(np.eye(2), [[1, 0.3], [0.3, 1]])  # the gap is 1 - 0.7 / 1.3 = 0.46
     for gamma, parts in ((0.3, 2), (0.6, 1)):  # 0.46^0.3 = 0.79, 0.46^0.6 = 0.63
         casa = ready(clients=4, gamma=gamma)
@@ -288,6 +336,35 @@ def test_similarities_are_the_cosines_of_what_was_compared():
     assert np.isnan(casa.similarity()[0, 2])
 
 
+@pytest.mark.parametrize("reference", ["update", "model", "displacement"])
+def test_what_is_compared_is_for_the_reference_to_say(reference):
+    casa = ready(clients=3, reference=reference)
+    initial = casa.context.initial
+    casa.models[0] = 2 * unit(5)  # what both are handed
+    for client in (0, 1):
+        casa.anchor_for(client)
+    models = [torch.randn(D), torch.randn(D)]
+    for client in (0, 1):
+        casa.fold(Update(client, 0, models[client], 10), Staleness(client, client))
+    origin = {"update": 2 * unit(5), "model": torch.zeros(D), "displacement": initial}[reference]
+    a, b = ((model - origin).double().numpy() for model in models)
+    expected = a @ b / math.sqrt((a @ a) * (b @ b))
+    assert casa.similarity()[0, 1] == pytest.approx(expected, abs=1e-6)
+
+
+def test_large_clients_count_more_in_what_represents_a_cluster():
+    """Cluster 0 is e0 and e1 by 1 : 9; unweighted, the newcomer e0 + e2 would be more like it than
+    like cluster 1, which is (0.55 e2 + 0.84 e3): cosines 0.5 and 0.39, but by samples 0.08."""
+    casa = ready(samples=[10, 90, 10, 10])
+    casa.cluster[:] = [0, 0, 1, -1]
+    casa.models, casa.revisions = [casa.models[0]] * 2, [0, 0]
+    casa.anchor_for(3)
+    for client, vector in enumerate([unit(0), unit(1), 0.55 * unit(2) + 0.84 * unit(3)]):
+        casa.store(client, vector, 0)
+    casa.fold(Update(3, 0, casa.model_for(3) + unit(0) + unit(2), 10), Staleness(0, 0))
+    assert casa.clusters().tolist() == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("late", [9, 10, 11])
 def test_a_newcomer_joins_the_cluster_that_represents_it_best(late):
     """Client `late` is of group late % 3; it is first seen when the others have long parted."""
@@ -322,6 +399,79 @@ def test_a_representative_is_the_sample_weighted_mean():
     torch.testing.assert_close(mean, 0.75 * unit(0) + 0.25 * unit(1))
 
 
+# -- clients that are gone ------------------------------------------------------------------------
+
+
+def test_what_is_lost_leaves_nothing_behind():
+    casa = ready(clients=3)
+    for client in range(3):
+        casa.anchor_for(client)
+    casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(0, 0))
+    assert casa.buffer.authors(2).tolist() == [0]
+    casa.lost(2)
+    assert len(casa.buffer.authors(2)) == 0 and casa.started[2] == -1
+    assert set(casa.received) == {"1"}
+    casa.fold(Update(1, 0, torch.randn(D), 10), Staleness(1, 1))
+    assert casa.buffer.authors(2).tolist() == [1]  # it may be started again
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_buffered_for_who_has_left_until_it_is_back(training):
+    server = Server(CASA(), Context(torch.zeros(D), [10] * 6, Task(), seed=0), refill="same")
+    sent = {action.client: action for action in server.join(range(6))}
+    random = np.random.default_rng(0)
+    if not training:
+        server.away(3)
+        arrive(server, sent, 3, unit(3), random)
+    arrive(server, sent, 0, unit(0), random)
+    assert server.strategy.buffer.authors(3).tolist() == [0]
+    server.leave(3)
+    arrive(server, sent, 1, unit(1), random)
+    assert len(server.strategy.buffer.authors(3)) == 0
+    sent |= {action.client: action for action in server.join([3])}
+    arrive(server, sent, 2, unit(2), random)
+    assert server.strategy.buffer.authors(3).tolist() == [2]
+
+
+def test_those_that_never_came_do_not_keep_models_from_others():
+    """Nobody is waited for after 3 n arrivals; what was kept for those that did not come goes."""
+    server, *_ = run(CASA(founders=3.0), absent=[3, 7], rounds=36)
+    assert len(server.strategy.buffer.authors(3)) > 0
+    server, *_ = run(CASA(founders=3.0), absent=[3, 7], rounds=60)
+    assert server.strategy.clusters()[[3, 7]].tolist() == [-1, -1]
+    assert not (server.strategy.buffer.holds[[3, 7]] >= 0).any()
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_who_has_left_does_not_hold_up_a_split(compared):
+    casa = ready(clients=7)
+    casa.alike = np.kron(np.eye(2), np.full((4, 4), 0.9))[:7, :7]
+    np.fill_diagonal(casa.alike, 1.0)
+    if not compared:
+        casa.alike[0, 5] = casa.alike[5, 0] = np.nan
+        casa.cut(0)
+        assert set(casa.clusters().tolist()) == {0}  # it may still come
+    casa.cluster[6] = -1
+    casa.anchor_for(6)
+    casa.store(0, unit(0), 0)
+    casa.store(5, unit(1), 0)
+    casa.left(0)
+    casa.cut(0)
+    assert casa.buffer.authors(6).tolist() == ([0, 5] if compared else [5])
+    casa.fold(Update(6, 0, casa.model_for(6) + unit(1), 10), Staleness(0, 0))
+    expected = [0, 0, 0, 0, 1, 1, 1] if compared else [-1, 0, 0, 0, 1, 1, 1]
+    assert casa.clusters().tolist() == expected
+
+
+def test_the_others_still_wait_for_each_other():
+    casa = ready(clients=7)
+    casa.alike = np.kron(np.eye(2), np.full((4, 4), 0.9))[:7, :7]
+    casa.alike[[0, 2, 5, 6], [5, 6, 0, 2]] = np.nan
+    casa.left(0)
+    casa.cut(0)
+    assert casa.clusters().tolist() == [0] * 7
+
+
 # -- CASA+ --------------------------------------------------------------------------------------
 
 
@@ -339,6 +489,21 @@ def test_the_sparsity_of_the_paper():
     assert casa.task(0).sparsity == pytest.approx(0, abs=1e-12)
     casa.t = 2001  # and does not come back
     assert casa.task(0).sparsity == pytest.approx(0, abs=1e-12)
+
+
+def test_who_was_late_is_to_train_a_part_next_time():
+    """Three others upload 5 times each while client 3 trains: 15 is more than usual for four."""
+    server = Server(CASAPlus(), Context(torch.zeros(D), [10] * 4, Task(), seed=0), refill="same")
+    training = {action.client: action for action in server.join(range(4))}
+    random = np.random.default_rng(0)
+    for step in range(15):
+        arrive(server, training, step % 3, unit(0), random)
+    assert training[3].task.sparsity == 0 and training[0].task.sparsity == 0
+    arrive(server, training, 3, unit(0), random)
+    assert training[0].task.sparsity == 0
+    alpha_c = 2 * (math.e / 2.8) ** 0.016 / math.log2(7)
+    expected = 0.3 * alpha_c * (1 - 1 / math.sqrt(15))
+    assert training[3].task.sparsity == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_unmasked_parameters_are_mixed():

@@ -19,8 +19,8 @@ def unit(k: int) -> torch.Tensor:
     return vector
 
 
-def ready(strategy, clients=8):
-    strategy.setup(Context(torch.zeros(D), [10] * clients, Task(), seed=0))
+def ready(strategy, clients=8, samples=None):
+    strategy.setup(Context(torch.zeros(D), samples or [10] * clients, Task(), seed=0))
     return strategy
 
 
@@ -114,6 +114,19 @@ def test_the_first_update_is_a_change_not_a_model():
     assert set(strategy.clusters().tolist()) == {0}
 
 
+def test_a_cluster_moves_by_the_sample_weighted_mean():
+    strategy = ready(CFL(), samples=[30, 10, 10])
+    cohort(strategy, {0: unit(0), 1: unit(1)})  # the third is not in the cohort
+    torch.testing.assert_close(strategy.model_for(2), 0.75 * unit(0) + 0.25 * unit(1))
+
+
+def test_who_is_in_no_cluster_is_handed_the_mean_by_sizes():
+    strategy = ready(CFL(), clients=5)
+    strategy.cluster[:] = [0, 0, 0, 1, -1]
+    strategy.models, strategy.revisions = [unit(0), unit(1)], [1, 2]
+    torch.testing.assert_close(strategy.model_for(4), 0.75 * unit(0) + 0.25 * unit(1))
+
+
 @pytest.mark.parametrize("kind", [CFL, CFLAsync])
 def test_nothing_is_split_before_all_of_a_cluster_are_heard_of(kind):
     strategy = ready(kind(eps_1=0.1, eps_2=0.5))
@@ -137,6 +150,17 @@ def test_on_arrival_the_last_update_of_each_client_counts():
     upload(strategy, 6, CHANGES[6])
     assert strategy.clusters().tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     torch.testing.assert_close(strategy.model_for(0), before + 0.3 * CHANGES[6])
+
+
+@pytest.mark.parametrize("kind", [CFL, CFLAsync, ICFL, ICFLAsync])
+def test_what_a_client_received_is_forgotten_with_what_it_trained(kind):
+    strategy = ready(kind())
+    for client in range(3):
+        strategy.anchor_for(client)
+    strategy.lost(0)
+    strategy.left(1)
+    strategy.left(5)  # it was not in training
+    assert set(strategy.received) == {"2"}
 
 
 # -- ICFL ---------------------------------------------------------------------------------------
@@ -166,5 +190,31 @@ def test_a_newcomer_joins_those_like_it_or_opens_a_cluster(alike):
         for client in range(6):
             upload(strategy, client, unit(client % 2) + 0.01 * unit(7 + turn))
     assert strategy.clusters().tolist() == [0, 1, 0, 1, 0, 1, -1]
-    upload(strategy, 6, unit(1) if alike else unit(5))
+    handed, joined = strategy.model_for(6), strategy.model_for(1)
+    assert not torch.equal(handed, joined)
+    change = unit(1) if alike else unit(5)
+    upload(strategy, 6, change)
     assert strategy.clusters().tolist() == [0, 1, 0, 1, 0, 1, 1 if alike else 2]
+    begin = joined if alike else handed  # a cluster of its own begins with what it was handed
+    torch.testing.assert_close(strategy.model_for(6), 0.7 * begin + 0.3 * (handed + change))
+
+
+def test_parts_that_are_no_more_alike_within_than_across_stay_together():
+    """All pairs are equally alike: the threshold asks for a split, but there is none to gain by."""
+    strategy = ready(ICFL(start=0.9))
+    similarity = np.full((4, 4), 0.75)
+    np.fill_diagonal(similarity, 1.0)
+    members = np.arange(4)
+    assert strategy.parts(members, similarity) is None
+
+
+def test_a_newcomers_revision_changes_as_soon_as_its_model_does():
+    strategy = ready(ICFL(start=-1.0), clients=3)
+    cohort(strategy, {0: unit(0), 1: unit(1)})
+    strategy.cluster[:] = [0, 1, -1]
+    strategy.models, strategy.revisions = [unit(0), unit(1)], [1, strategy.changes]
+    strategy.anchor_for(2)
+    model, revision = strategy.model_for(2), strategy.revision(2)
+    strategy.fold(Update(2, 0, model + unit(1), 10), Staleness(0, 0))
+    assert strategy.clusters()[2] == 1 and not torch.equal(strategy.model_for(2), model)
+    assert strategy.revision(2) != revision

@@ -10,9 +10,10 @@ from torch import Tensor
 def largest(vector: Tensor, sparsity: float) -> Tensor:
     """True for all but that share of the numbers, rounded down, that are smallest in size; among
     equals the first ones are dropped."""
-    order = torch.sort(vector.abs(), stable=True).indices
     mask = torch.ones(len(vector), dtype=torch.bool)
-    mask[order[: int(sparsity * len(vector))]] = False
+    dropped = int(sparsity * len(vector))
+    if dropped:
+        mask[torch.sort(vector.abs(), stable=True).indices[:dropped]] = False
     return mask
 
 

@@ -90,7 +90,8 @@ class Server:
     def leave(self, client: int) -> list[Action]:
         """This client is gone; if it was training, its update is lost."""
         self.members.discard(client)
-        return self.lost(client) if client in self.open else []
+        self.strategy.left(client)
+        return self._give_up(client) if client in self.open else []
 
     def away(self, client: int) -> None:
         """This client is not started any more until it joins again; what it trains now may come."""
@@ -100,8 +101,8 @@ class Server:
         """The update of a client in training will never come."""
         if client not in self.open:
             raise PolytempoError(f"client {client} is not in training: nothing of it can be lost")
-        del self.open[client]
-        return self._proceed(client, self.strategy.model_for)
+        self.strategy.lost(client)
+        return self._give_up(client)
 
     def receive(self, update: Update) -> list[Action]:
         """Fold an update in, or raise `Refused` and change nothing."""
@@ -125,6 +126,10 @@ class Server:
             InFlight(client, self.staleness(client, self.open[client][-1].number))
             for client in sorted(self.open)
         ]
+
+    def _give_up(self, client: int) -> list[Action]:
+        del self.open[client]
+        return self._proceed(client, self.strategy.model_for)
 
     def _proceed(self, answer: int, model: Callable[[int], torch.Tensor]) -> list[Action]:
         if self.refill == "cohort" and not self.open:

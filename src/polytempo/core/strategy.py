@@ -123,6 +123,14 @@ class Strategy(Options):
         """Take an update in. Returns whether what is served has changed (a new version)."""
         raise NotImplementedError
 
+    def lost(self, client: int) -> None:
+        """What the client was training will never come; it may be handed a model again."""
+
+    def left(self, client: int) -> None:
+        """The client is gone, with what it may have been training. It counts as gone until it is
+        handed a model again, which need not happen."""
+        self.lost(client)
+
     def close_cohort(self) -> bool:
         """All clients of a synchronous round have answered or are lost. Returns as `fold` does."""
         return False

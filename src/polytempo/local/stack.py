@@ -112,7 +112,7 @@ class StackTrainer(Trainer):
             sent = [job.anchor for job in jobs if job.anchor is not None]
             anchors = self._load(sent, layout, False) if sent else models.clone()
             direct = Direct(task, layout, plan, models, anchors, points)
-            if task.sparsity is not None:
+            if task.sparsity:
                 masks = [self.mask(job).to(models.dtype) for job in jobs]
                 direct.kept = self._load(masks, layout, False)
             found = direct.run()

@@ -121,7 +121,7 @@ class Trainer:
         task = job.task
         anchor = theta.clone() if job.anchor is None else job.anchor[: len(theta)]
         momentum: Tensor | None = None  # empty at each dispatch and each multicast
-        frozen = None if task.sparsity is None else ~self.mask(job)[: len(theta)]
+        frozen = ~self.mask(job)[: len(theta)] if task.sparsity else None
         whole = x.numel() <= _PREPARED_AT_ONCE
         if whole:
             x = self._inputs(x)
@@ -163,7 +163,10 @@ class Trainer:
         """The job on the model that the client chooses, if the choice is its own."""
         if not job.task.choose:
             return job
-        params = self._candidates(job)[self.choice(job)]
+        return self._with_model(job, self.choice(job))
+
+    def _with_model(self, job: Job, choice: int) -> Job:
+        params = self._candidates(job)[choice]
         return replace(job, params=params, anchor=None, task=replace(job.task, choose=0))
 
     @torch.inference_mode()
@@ -185,8 +188,9 @@ class Trainer:
         """What the job's task wants beside its upload."""
         found: dict[str, Tensor] = {}
         if job.task.choose:
-            found["choice"] = torch.tensor([[self.choice(job)]])
-            job = self.chosen(job)
+            choice = self.choice(job)
+            found["choice"] = torch.tensor([[choice]])
+            job = self._with_model(job, choice)
         if job.task.sparsity is not None:
             found["mask"] = pack(self.mask(job))
         if job.task.basis:

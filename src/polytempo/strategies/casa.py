@@ -34,6 +34,8 @@ from polytempo.strategies.history import cosine
 from polytempo.strategies.similarity_buffer import SimilarityBuffer
 from polytempo.strategies.splitting import groups, spectrum
 
+GONE = -2  # in place of the round at which a client started
+
 
 def omega(t: int, k: float) -> float:
     """`Omega(t) = (e / 2.8)^(k t)`: falls slowly from 1 (App. A.2.3)."""
@@ -108,7 +110,8 @@ class CASA(Clustered):
         n, initial = context.clients, context.initial
         self.t = 0
         self.seen = np.zeros(n, dtype=np.bool_)
-        self.started = np.full(n, -1)  # round at which who is in training received its model
+        # Round at which who is in training received its model; -1: it is not in training.
+        self.started = np.full(n, -1)
         self.received: dict[str, Tensor] = {}  # and that model, if updates are compared
         self.alike = unknown(n)  # A
         stored = (self.budget or n) if self.clustering else 0
@@ -134,6 +137,16 @@ class CASA(Clustered):
         self.started[client] = self.t
         if self.clustering and self.reference == "update":
             self.received[str(client)] = self.model_for(client)
+
+    def lost(self, client: int) -> None:
+        """There will be nothing to compare with what is in its buffer."""
+        self.started[client] = -1
+        self.received.pop(str(client), None)
+        self.buffer.clear(client)
+
+    def left(self, client: int) -> None:
+        super().left(client)
+        self.started[client] = GONE
 
     def staleness(self) -> FloatArray:
         """tau of every client at this arrival; 0 for those that are not in training."""
@@ -170,7 +183,10 @@ class CASA(Clustered):
         i = update.client
         self.seen[i] = True
         if self.t > self.founders * self.context.clients:
-            self.cluster[(self.cluster == 0) & ~self.seen] = -1
+            awaited = np.flatnonzero((self.cluster == 0) & ~self.seen)
+            self.cluster[awaited] = -1
+            for client in awaited[self.started[awaited] < 0]:
+                self.buffer.clear(client)
         if self.cluster[i] < 0:
             self.cluster[i] = self.best_cluster(update, w)
         others = self.buffer.authors(i)
@@ -179,7 +195,8 @@ class CASA(Clustered):
 
     def best_cluster(self, update: Update, w: Tensor) -> int:
         """The cluster whose representative is most like the newcomer: the mean of what there is of
-        it in the newcomer's buffer (Eq. 15); if that is empty, the cluster's model."""
+        it in the newcomer's buffer (Eq. 15); if that is empty, the cluster's model, by what has
+        changed in it since the initial one, whatever `reference` says."""
         authors = self.buffer.authors(update.client)
         if not len(authors):
             initial = self.context.initial
@@ -193,25 +210,31 @@ class CASA(Clustered):
         return max(found, key=found.__getitem__)
 
     def cut(self, number: int) -> None:
-        """Split the cluster, if it is time (Eq. 14)."""
+        """Split the cluster, if it is time (Eq. 14). Who is gone is not waited for: unless it has
+        been compared with everybody, it is in no part, and a newcomer should it come back."""
         members = self.members(number)
+        gaps = np.isnan(self.alike[np.ix_(members, members)]).any(1)
+        away = gaps & (self.started[members] == GONE)
+        members, missing = members[~away], members[away]
         alike = self.alike[np.ix_(members, members)]
         if len(members) < 3 or np.isnan(alike).any():
             return
         found = spectrum(alike)
         alpha_c = self.decays(len(members), 0)[0]
         if found.parts > 1 and float(alpha_c) < found.gap**self.gamma:
+            self.cluster[missing] = -1
             self.split(number, groups(found))
-            parted = (self.cluster[:, None] != self.cluster) & (self.cluster[:, None] >= 0)
-            self.buffer.keep(~parted)
+            reader, author = self.cluster[:, None], self.cluster
+            self.buffer.keep((author >= 0) & ((reader == author) | (reader < 0)))
 
     def store(self, i: int, w: Tensor, tau: int) -> None:
-        """Alg. 2: into the buffers of i's cluster, and of those that have none yet, unless their
-        owner started too long before i did (`tau_j - tau_i >= r_c`)."""
+        """Alg. 2: into the buffers of i's cluster, and of those in training that have none yet,
+        unless their owner started too long before i did (`tau_j - tau_i >= r_c`) or is gone."""
         sizes = np.bincount(self.cluster + 1)[self.cluster + 1].astype(np.float64)
         taus = self.staleness()
         _, r_c, alphas = self.decays(sizes, taus)
-        near = (self.cluster == self.cluster[i]) | (self.cluster < 0)
+        here = (self.cluster == self.cluster[i]) & (self.started != GONE)
+        near = here | ((self.cluster < 0) & (self.started >= 0))
         readers = np.flatnonzero(near & (taus - tau < r_c[i]))
         self.buffer.offer(i, w, readers, self.alike, alphas)
 

@@ -41,8 +41,11 @@ class Incremental(Updates):
         self.arrivals += 1
         if self.arrivals > self.founders * self.context.clients:
             self.cluster[(self.cluster == 0) & ~self.heard] = -1
+            self.changes += 1  # for those that are in no cluster
         if self.cluster[update.client] < 0:
-            self.cluster[update.client] = self.best_cluster(update, change)
+            number = self.best_cluster(update, change)
+            self.cluster[update.client] = number
+            self.change(number, self.models[number])  # to the newcomer it is another one
         return change
 
     def best_cluster(self, update: Update, change: Tensor) -> int:
@@ -57,7 +60,6 @@ class Incremental(Updates):
         if alike[best] >= self.threshold:
             return best
         self.models.append(update.vector - change)
-        self.changes += 1
         self.revisions.append(self.changes)
         return len(self.models) - 1
 

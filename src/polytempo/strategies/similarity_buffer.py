@@ -1,7 +1,8 @@
 """CASA's buffers: whose models each client's next upload will be compared with (Alg. 2).
 
-A model in `buf_j` is one that started at about the time when client j started, so that the two are
-aligned when j uploads. An upload is stored once, however many buffers hold it; the budget M is on
+A model in `buf_j` is one that client j, when it came, had not started too long before (CASA's
+`store`), so that the two are about aligned when j uploads; how much later j starts is not limited,
+as in the paper. An upload is stored once, however many buffers hold it; the budget M is on
 stored models, which is what takes memory.
 
 The paper's Eq. 11 asks for the models of the greatest value, `sum 1 / alpha_j` over the buffers

@@ -45,6 +45,9 @@ class Updates(Clustered):
         starts from is noted."""
         self.received[str(client)] = self.model_for(client)
 
+    def lost(self, client: int) -> None:
+        self.received.pop(str(client), None)
+
     @property
     def heard(self) -> BoolArray:
         """Who has uploaded."""
