@@ -506,6 +506,7 @@ def changed(row: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
     return (*row[:place], value, *row[place + 1 :])
 
 
+CONTROL = Budget(decisions=3, crashes=1)  # of the replicated slot
 LARGE = [
     (2, Budget(decisions=4)),
     (2, Budget(decisions=3, crashes=1, restarts=1, losses=1)),
@@ -520,19 +521,30 @@ LARGE = [
 
 
 def main() -> int:
-    """Explore the large bounds and say what was found; the number of runs that found something."""
+    """Explore the large bounds and say what was found; the number of runs that found something. And
+    the replicated slot, in which something must be found."""
+    from naive import naive
+
     console, bad = Console(), 0
-    for count, budget in LARGE:
-        found = Explorer(shipping, count, budget, shortcut=True).run()
+
+    def explored(explorer: Explorer, count: int, budget: Budget, what: str = "") -> Explorer:
+        found = explorer.run()
         given = ", ".join(f"{name} {n}" for name, n in budget._asdict().items() if n)
         extent = "all of" if found.exhaustive else "the first"
         console.print(
-            f"{count} peers, {given}: {extent} {found.worlds:,} worlds, {found.quiet:,} quiet, "
-            f"violations: {dict(found.violations) or 'none'}"
+            f"{what}{count} peers, {given}: {extent} {found.worlds:,} worlds, {found.quiet:,} "
+            f"quiet, violations: {dict(found.violations) or 'none'}",
+            soft_wrap=True,
         )
+        return found
+
+    for count, budget in LARGE:
+        found = explored(Explorer(shipping, count, budget, shortcut=True), count, budget)
         for kind, history in found.examples.items():
             console.print(f"  {kind}:", *history, sep="\n    ")
         bad += bool(found.violations) or not found.exhaustive
+    control = Explorer(naive, 3, CONTROL, presence=False)
+    bad += not explored(control, 3, CONTROL, "the replicated slot of the paper: ").violations
     return bad
 
 

@@ -2,6 +2,7 @@
 pending peer, replicated by messages. Nobody arbitrates, nobody refuses, nobody gives up."""
 
 from polytempo.peers import (
+    DECISIONS,
     Action,
     Announce,
     Exchange,
@@ -15,6 +16,10 @@ from polytempo.peers import (
     Token,
     Withdraw,
 )
+
+
+def naive(name: str, incarnation: int) -> Peer:
+    return NaivePeer(name, incarnation, DECISIONS.create("always"), peers=3)
 
 
 class NaivePeer(Peer):
