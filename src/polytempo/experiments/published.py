@@ -62,7 +62,7 @@ class Method(_Part):
     """One row: a strategy with its options, and settings of its own if it needs any."""
 
     label: str
-    strategy: str
+    strategy: str  # {rounds}, {cohorts}: the length of the run, in updates or in cohorts
     settings: dict[str, Any] = {}
     grid: dict[str, tuple[float, ...]] = {}  # options, each with the values that are tried
     published_as: str | None = None  # the row whose published figures stand beside this one, too
@@ -122,7 +122,7 @@ class Experiment(_Part):
 
     def clustered(self, row: str) -> bool:
         """Whether the method has clusters."""
-        strategy = STRATEGIES.create(self.strategies[row].strategy)
+        strategy = STRATEGIES.create(self.strategies[row].strategy.partition(":")[0])
         return type(strategy).clusters is not Strategy.clusters
 
     def seconds(self, row: str, column: str) -> float | None:
@@ -170,6 +170,9 @@ class Experiment(_Part):
         settings |= self.quick if quick else {}
         settings |= {"model": self.model} if self.model else {}
         strategy = str(settings["strategy"])
+        if "{" in strategy:
+            rounds, slots = settings["rounds"], settings["slots"]
+            strategy = strategy.format(rounds=rounds, cohorts=max(rounds // slots, 1))
         if choice:
             strategy += ("," if ":" in strategy else ":") + spelled(choice)
         settings |= {**more, "strategy": strategy, "seed": seed}

@@ -88,6 +88,7 @@ class Trainer:
         self.federation = federation
         self.seed, self.buffers = seed, buffers
         self._vocabulary = Vocabulary.of(self.space) if federation.vocabulary else None
+        self._last_choice: tuple[Job, int] | None = None
 
     def kind(self, job: Job) -> object:
         return job.task
@@ -172,12 +173,16 @@ class Trainer:
     @torch.inference_mode()
     def choice(self, job: Job) -> int:
         """Which of the models that the job brings has the least loss on the training samples."""
+        if self._last_choice is not None and self._last_choice[0] is job:
+            return self._last_choice[1]
         shard = self.federation.train[job.client]
         losses = []
         for params in self._candidates(job):
             self.space.load(params)
             losses.append(self._score(shard).loss)
-        return int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
+        choice = int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
+        self._last_choice = (job, choice)
+        return choice
 
     def _candidates(self, job: Job) -> list[Tensor]:
         others = () if job.anchor is None else job.anchor
