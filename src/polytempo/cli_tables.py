@@ -22,7 +22,9 @@ def about_run(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
         "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} "
         + ("local rounds" if "exchange" in sent else "updates"),
-        "staleness": f"{summary['staleness_mean']:.1f} updates on average",
+        "staleness": f"{summary['staleness_mean']:.1f} updates on average"
+        if summary["staleness"]
+        else "-",
         "messages": f"{sent['exchange']} models exchanged, {sent['claim']} claims, "
         f"{sent['announce']} announcements"
         if "exchange" in sent
@@ -39,7 +41,8 @@ def about_run(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         rows["what hurts"] = ", ".join(f"{part} {found[part]:.2g}" for part in parts) + (
             f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
         )
-    nothing = [key for key in ("accuracy, newcomers", "clusters") if rows[key] == "-"]
+    rare = ("accuracy, newcomers", "clusters", "staleness")
+    nothing = [key for key in rare if rows[key] == "-"]
     return {key: value for key, value in rows.items() if key not in nothing}
 
 

@@ -115,6 +115,7 @@ def test_a_group_learns_and_leaves_a_summary(tmp_path):
     for name in ("peer-0", "peer-1"):  # they began together
         assert '"event": "alone"' not in (tmp_path / "two" / name / "events.jsonl").read_text()
     assert summary["fusions"] > 0
+    assert (tmp_path / "two" / "peers.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "holds a run already" in error("peers", "--out", tmp_path / "two", "--local", 2)
 
 

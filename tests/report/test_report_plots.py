@@ -146,7 +146,7 @@ def test_large_and_tiny_data_can_be_drawn(tmp_path):
 
 def test_an_accuracy_holds_until_the_next_evaluation_of_the_same_seed():
     runs = [curve(0.1, 0.5, step=2.0), curve(0.2, 0.4, 0.6, start=1.0, step=3.0)]
-    grid, values = on_common_grid(runs, "time")
+    grid, values = on_common_grid([(run.time, run.accuracy) for run in runs])
     assert grid.tolist() == [1.0, 2.0, 4.0, 7.0]
     assert values.tolist() == [[0.1, 0.5, 0.5, 0.5], [0.2, 0.2, 0.4, 0.6]]
 

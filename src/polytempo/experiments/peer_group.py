@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -16,12 +17,13 @@ from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, write_config
-from polytempo.experiments.result import write_table
+from polytempo.experiments.result import can_plot, write_table
 from polytempo.experiments.run import holds_run
 from polytempo.local.processes import cores
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports
+from polytempo.report import Line, plot_peers
 from polytempo.storage import replace_text
 
 SEEDS = 2  # peers that all others call first
@@ -123,15 +125,19 @@ class Group:
         """The figures over all peers, also written to the folder; those of peers that failed are
         missing."""
         found, rows = [], []
+        lines: dict[str, Line] = {}
         for name in self.names:
-            file = self.out / name / "result.json"
-            if not file.exists():
+            place = self.out / name
+            if not (place / "result.json").exists():
                 continue
-            result = json.loads(file.read_text(encoding="utf8"))
-            found.append(result)
-            lines = (self.out / name / "history.csv").read_text(encoding="utf8").splitlines()
-            header, *values = (line.split(",") for line in lines)
-            rows += [{"peer": name, **dict(zip(header, row, strict=True))} for row in values]
+            found.append(json.loads((place / "result.json").read_text(encoding="utf8")))
+            with (place / "history.csv").open(encoding="utf8", newline="") as file:
+                history = list(csv.DictReader(file))
+            rows += [{"peer": name, **row} for row in history]
+            seconds, accuracy = zip(
+                *((row["seconds"], row["accuracy"]) for row in history), strict=True
+            )
+            lines[name] = [*map(float, seconds)], [*map(float, accuracy)]
         accuracies = [result["accuracy"] for result in found]
         summary = {
             "strategy": "p2p",
@@ -149,6 +155,8 @@ class Group:
         replace_text(self.out / "result.json", json.dumps(summary, indent=2) + "\n")
         if rows:
             write_table(self.out / "history.csv", rows)
+            if can_plot():
+                plot_peers(lines, self.out / "peers.png", clock="seconds since the peer began")
         return summary
 
     def _failure(self, name: str) -> str | None:

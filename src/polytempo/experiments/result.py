@@ -20,6 +20,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.local.memory import peak_memory
 from polytempo.report import (
     Curve,
+    Line,
     plot_accuracy,
     plot_clusters,
     plot_diagnosis,
@@ -219,7 +220,7 @@ def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
         images.append(("Staleness of the updates", path))
     simulator = result.simulator
     if isinstance(simulator, PeerSimulator):
-        path = plot_peers(simulator.each, simulator.factors, folder / "peers.png")
+        path = plot_peers(_each_peer(simulator), folder / "peers.png")
         images.append(("Each peer's accuracy", path))
     diagnosis = simulator.diagnosis if simulator else None
     if diagnosis and diagnosis.rows:
@@ -244,17 +245,29 @@ def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
     return images
 
 
+def _each_peer(simulator: PeerSimulator) -> dict[str, Line]:
+    """When which peer was how good; those on slow devices are called so."""
+    lines: dict[str, Line] = {}
+    for peer, factor in enumerate(simulator.factors):
+        rows = simulator.each[peer :: len(simulator.factors)]
+        speed = f", {factor:g} times slower" if factor > 1 else ""
+        times, accuracies = [row["time"] for row in rows], [row["accuracy"] for row in rows]
+        lines[f"peer {peer}{speed}"] = times, accuracies
+    return lines
+
+
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
-    clusters = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
+    more = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
+    if summary["staleness"]:
+        more["mean staleness"] = f"{summary['staleness_mean']:.1f}"
     return {
         "strategy": summary["strategy"],
         "handed": percent(summary["accuracy"]),
         "best": percent(summary["accuracy_best"]),
         "adapted": percent(summary["accuracy_adapted"]),
         "worst 10%": percent(summary["accuracy_worst10"]),
-        **clusters,
+        **more,
         "simulated time": f"{summary['simulated_time']:.1f} s",
-        "mean staleness": f"{summary['staleness_mean']:.1f}",
         "messages": str(models_sent(summary["messages"])),
     }
 

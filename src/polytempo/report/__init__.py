@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.report.beside import Bar, plot_bars, plot_tradeoff
 from polytempo.report.clusters import plot_clusters, plot_similarity
-from polytempo.report.curves import Curve, plot_accuracy
+from polytempo.report.curves import Curve, Line, plot_accuracy
 from polytempo.report.diagnosis import plot_diagnosis
 from polytempo.report.heatmap import plot_heatmaps
 from polytempo.report.html import write_html
@@ -15,6 +15,7 @@ from polytempo.report.staleness import plot_staleness
 __all__ = [
     "Bar",
     "Curve",
+    "Line",
     "plot_accuracy",
     "plot_bars",
     "plot_clusters",

@@ -45,18 +45,21 @@ class Curve:
             )
 
 
-def on_common_grid(curves: Sequence[Curve], x: str) -> tuple[Floats, Floats]:
-    """The points at which any curve changes, and each curve's accuracy there, [curves, points].
+Line = tuple[Sequence[float], Sequence[float]]  # positions and accuracies, one for each evaluation
+
+
+def on_common_grid(lines: Sequence[Line]) -> tuple[Floats, Floats]:
+    """The points at which any line changes, and each line's accuracy there, [lines, points].
 
     An accuracy holds until the next evaluation, and the last one to the end: a run that is over
-    still has its model. Points before every curve has begun are left out.
+    still has its model. Points before every line has begun are left out.
     """
-    positions = [np.asarray(getattr(curve, x), dtype=float) for curve in curves]
+    positions = [np.asarray(where, dtype=float) for where, _ in lines]
     grid = np.unique(np.concatenate(positions))
     grid = grid[grid >= max(p[0] for p in positions)]
     values = [
-        np.asarray(curve.accuracy, dtype=float)[np.searchsorted(p, grid, side="right") - 1]
-        for curve, p in zip(curves, positions, strict=True)
+        np.asarray(accuracy, dtype=float)[np.searchsorted(p, grid, side="right") - 1]
+        for (_, accuracy), p in zip(lines, positions, strict=True)
     ]
     return grid, np.stack(values)
 
@@ -90,7 +93,7 @@ def plot_accuracy(
         for index, (label, runs) in enumerate(curves.items()):
             colour = PALETTE[index % len(PALETTE)]
             look: Any = {"color": colour, "linestyle": DASHES[index // len(PALETTE) % len(DASHES)]}
-            grid, values = on_common_grid(runs, x)
+            grid, values = on_common_grid([(getattr(run, x), run.accuracy) for run in runs])
             mean = values.mean(axis=0)
             axes.plot(grid, mean, **look, linewidth=1.8, drawstyle="steps-post")
             if x == "messages" and grid[-1] == 0:  # who sends nothing is as good at any price
