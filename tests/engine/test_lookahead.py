@@ -270,7 +270,7 @@ class Eager:
 
     def train(self, worker: int, jobs: Sequence[Job]) -> None:
         self.jobs += jobs
-        self.answers.append((worker, self.solver.train_group(jobs)))
+        self.answers.append((worker, self.solver.carry_out(jobs)))
 
     def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         self.answers.append((worker, [self.solver.evaluate(*model) for model in models]))

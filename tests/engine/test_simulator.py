@@ -44,9 +44,9 @@ class Recorder(Backend):
         super().__init__(Trainer(module(), fed, seed))
         self.jobs: list[Job] = []
 
-    def train(self, job):
+    def carry_out(self, job):
         self.jobs.append(job)
-        return super().train(job)
+        return super().carry_out(job)
 
 
 def make(fed: Federation, strategy: Strategy, **options) -> tuple[Simulator, list[dict]]:

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from polytempo.local import Backend, Job
+from polytempo.local import Backend, Job, Outcome
 from polytempo.local.backend import AHEAD
 
 numbers = itertools.count()
@@ -53,13 +53,13 @@ class Solver:
     def kind(self, job: Job) -> object:
         return job.task
 
-    def train_group(self, jobs: Sequence[Job]) -> list[Any]:
+    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
         self.check(jobs)
         self.groups.append([job.stream for job in jobs])
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        return [upload_of(job) for job in jobs]
+        return [Outcome(upload_of(job), {}) for job in jobs]
 
     def evaluate(self, params: object, clients: Sequence[int]) -> list[Any]:
         return [score_of(params, client) for client in clients]
@@ -109,7 +109,7 @@ class Pool:
         if kind == "train":
             for job in what:
                 self.answered(job)
-            return worker, [upload_of(job) for job in what]
+            return worker, [Outcome(upload_of(job), {}) for job in what]
         return worker, [self.solver.evaluate(model, clients) for model, clients in what]
 
     def peak_memory(self) -> float:

@@ -118,7 +118,8 @@ def test_models_travel_as_they_are(dtype):
 def test_anchors_travel_with_their_jobs(small):
     """What the pool asks a worker for, and what the worker makes of it; without a cluster."""
     solver = Trainer(own_model(), small, 3, "reset")
-    start, task = solver.space.read(), Task(epochs=1, objective=Proximal(0.5))
+    start = solver.space.read()
+    task = Task(epochs=1, objective=Proximal(0.5), sparsity=0.2)
     jobs = [Job(client, start, task, ("client", client)) for client in range(3)]
     jobs[1] = replace(jobs[1], anchor=start + 1)
     asked = []
@@ -129,9 +130,12 @@ def test_anchors_travel_with_their_jobs(small):
     assert (number, method) == (7, "train")
     worker = _Worker()
     worker.solver = solver
-    uploads = _models(worker.train(*pickle.loads(pickle.dumps(details))), start.dtype)
+    rows, extras = worker.train(*pickle.loads(pickle.dumps(details)))
+    uploads = _models(rows, start.dtype)
     assert all(map(torch.equal, uploads, solver.train_group(jobs)))
     assert not torch.equal(uploads[1], solver.train(replace(jobs[1], anchor=None)))
+    for job, upload, more in zip(jobs, uploads, extras, strict=True):
+        assert torch.equal(more["mask"], solver.extras(job, upload)["mask"])
 
 
 def assert_same(found: Simulator, expected: Simulator) -> None:
@@ -190,8 +194,8 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
             pool.train(worker, jobs[2 * worker + 1 : 2 * worker + 2])
         answers = {0: [], 1: []}
         for _ in range(4):
-            worker, uploads = pool.receive()
-            answers[worker] += uploads
+            worker, outcomes = pool.receive()
+            answers[worker] += [outcome.upload for outcome in outcomes]
         expected = alone.solver.train_group(jobs)
         assert all(map(torch.equal, answers[0] + answers[1], expected))
 

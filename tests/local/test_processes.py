@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from polytempo import Federation, PolytempoError, Pull, Task
 from polytempo.core.task import Drift
-from polytempo.local import Backend, Job, Score, Solver, Trainer
+from polytempo.local import Backend, Job, Outcome, Score, Solver, Trainer
 from polytempo.local.processes import Processes
 from polytempo.local.stack import StackTrainer
 
@@ -159,15 +159,16 @@ class Probe:
     def kind(self, job: Job) -> object:
         return None
 
-    def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
+    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
         if jobs[0].stream == ("sleep",):
             time.sleep(20)
         if jobs[0].stream == ("leave",):
             os._exit(3)
         if jobs[0].stream == ("wide",):
-            return [torch.ones(4)]
+            return [Outcome(torch.ones(4), {})]
         threads, pid = torch.get_num_threads(), os.getpid()
-        return [torch.tensor([threads, pid, job.client], dtype=torch.float64) for job in jobs]
+        numbers = [[threads, pid, job.client] for job in jobs]
+        return [Outcome(torch.tensor(row, dtype=torch.float64), {}) for row in numbers]
 
     def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
         return [Score(client, 1, float(params[0])) for client in clients]
@@ -461,10 +462,10 @@ def test_the_federation_is_not_copied():
 class Greedy(Probe):
     """Takes much memory for a moment."""
 
-    def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
+    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
         taken = torch.ones(300_000_000 // 4)
         del taken
-        return super().train_group(jobs)
+        return super().carry_out(jobs)
 
 
 def test_memory_that_workers_had_for_a_moment_is_counted():

@@ -10,7 +10,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.parameters import ParameterSpace
 from polytempo.core.rng import rng
 from polytempo.core.task import Task
-from polytempo.local import Backend, Score
+from polytempo.local import Backend, Outcome, Score
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.storage import load_state, save_state
@@ -35,8 +35,8 @@ class Quadratic:
     def kind(self, job):
         return None
 
-    def train_group(self, jobs):
-        return [self.train(job) for job in jobs]
+    def carry_out(self, jobs):
+        return [Outcome(self.train(job), {}) for job in jobs]
 
     def train(self, job):
         task, w = job.task, job.params.clone()
@@ -55,9 +55,6 @@ class Quadratic:
                 return gradient
             w = w - task.lr * gradient
         return w - job.params if task.upload == "delta" else w
-
-    def extras(self, job, upload):
-        return {}
 
     def evaluate(self, params, clients):
         return [Score(1, 2, 1.0) for _ in clients]

@@ -105,8 +105,8 @@ def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small
         y = small.y[small.train[job.client]].numpy()
         models = [m.double().numpy() for m in (job.params, *job.anchor)]
         best = int(np.argmin([loss(model, x, y) for model in models]))
-        upload = trainer.train(job)
-        assert trainer.extras(job, upload)["choice"].tolist() == [[best]]
+        [(upload, extras)] = trainer.carry_out([job])
+        assert extras["choice"].tolist() == [[best]]
         expected = models[best] - 0.1 * gradient(models[best], x, y)
         np.testing.assert_allclose(upload.numpy(), expected, atol=1e-5)
         chosen.add(best)
@@ -124,10 +124,9 @@ def test_all_backends_choose_alike(small, name, workers):
         for job in asked:
             backend.expect(job)
         for job in asked:
-            upload, expected = backend.train(job), plain.train(job)
-            torch.testing.assert_close(upload, expected, atol=1e-5, rtol=1e-5)
-            extras = backend.extras(job, upload), plain.extras(job, expected)
-            assert torch.equal(extras[0]["choice"], extras[1]["choice"])
+            found, [expected] = backend.carry_out(job), plain.carry_out([job])
+            torch.testing.assert_close(found.upload, expected.upload, atol=1e-5, rtol=1e-5)
+            assert torch.equal(found.extras["choice"], expected.extras["choice"])
 
 
 def test_true_groups_are_found(small):

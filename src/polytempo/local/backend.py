@@ -1,9 +1,9 @@
 """How local training is executed: behind one interface, so that nobody else needs to know.
 
 The engine announces every training as soon as it is certain (`expect`), takes the announcement back
-if a multicast changes it (`forget`), and asks for the result when the update is due (`train`). In
-between, the backend is free to train ahead: on worker processes, or several clients at once. What
-comes out of a job depends on that job alone, so none of this shows in the results.
+if a multicast changes it (`forget`), and asks for the result when the update is due (`carry_out`).
+In between, the backend is free to train ahead: on worker processes, or several clients at once.
+What comes out of a job depends on that job alone, so none of this shows in the results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.local.training import Job, Score, Solver
+from polytempo.local.training import Job, Outcome, Score, Solver
 
 Models = Iterable[tuple[Tensor, Sequence[int]]]  # each with the clients whose test split is meant
 AHEAD = (
@@ -37,7 +37,7 @@ class Pool(Protocol):
     def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None: ...
 
     def receive(self) -> tuple[int, list[Any] | Exception]:
-        """Wait for an answer: the worker, and its uploads or lists of scores, or what went wrong
+        """Wait for an answer: the worker, and its outcomes or lists of scores, or what went wrong
         there."""
         ...
 
@@ -66,7 +66,7 @@ class Backend:
         self._waiting: list[tuple[float, int, int]] = []
         self._announced: dict[int, Job] = {}  # and not handed out yet, by identity
         self._begun: dict[int, Job] = {}
-        self._done: dict[int, Tensor] = {}
+        self._done: dict[int, Outcome] = {}
         # what each worker has been asked for and not answered yet: jobs, or numbers of evaluations
         self._asked: list[deque[list[Job] | list[int]]] = []
         self._scores: dict[int, list[Score]] = {}
@@ -111,7 +111,11 @@ class Backend:
                 del self._begun[id(job)]
 
     def train(self, job: Job) -> Tensor:
-        """The upload of this job, announced or not."""
+        """The upload of this job alone."""
+        return self.carry_out(job).upload
+
+    def carry_out(self, job: Job) -> Outcome:
+        """What comes of this job, announced or not."""
         self._announced[id(job)] = job
         if id(job) not in self._begun:
             self._queue(job, -math.inf)
@@ -119,7 +123,7 @@ class Backend:
             if self.pool is None:
                 group = self._next_group(self.solver.group)
                 try:
-                    self._finish(group, self.solver.train_group(group))
+                    self._finish(group, self.solver.carry_out(group))
                 except BaseException:
                     self._give_up(group)
                     raise
@@ -128,10 +132,6 @@ class Backend:
                 self._receive()
         del self._announced[id(job)], self._begun[id(job)]
         return self._done.pop(id(job))
-
-    def extras(self, job: Job, upload: Tensor) -> dict[str, Tensor]:
-        """What the job's task wants beside this upload of it."""
-        return self.solver.extras(job, upload)
 
     def evaluate(self, models: Models) -> list[list[Score]]:
         """Each model on the test splits of the clients named beside it. On workers, this goes
@@ -229,10 +229,10 @@ class Backend:
             heapq.heappush(self._waiting, entry)
         return group
 
-    def _finish(self, group: Sequence[Job], uploads: Sequence[Tensor]) -> None:
-        for job, upload in zip(group, uploads, strict=True):
+    def _finish(self, group: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
+        for job, outcome in zip(group, outcomes, strict=True):
             if id(job) in self._announced:
-                self._done[id(job)] = upload
+                self._done[id(job)] = outcome
             else:
                 del self._begun[id(job)]  # forgotten meanwhile
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.parameters import BufferPolicy
 from polytempo.data import Federation
 from polytempo.local.memory import peak_memory
-from polytempo.local.training import Job, Score, Solver, Trainer
+from polytempo.local.training import Job, Outcome, Score, Solver, Trainer
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray is to report nothing to its makers
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # nor to warn of its future
@@ -100,8 +99,9 @@ class RayPool:
         oldest = {asked[0]: worker for worker, asked in enumerate(self._asked) if asked}
         [first], _ = ray.wait(list(oldest))
         answer = self._answer(oldest[first])
-        if isinstance(answer, np.ndarray):
-            answer = _models(answer, self._dtype)
+        if isinstance(answer, tuple):
+            rows, extras = answer
+            answer = [*map(Outcome, _models(rows, self._dtype), extras)]
         return oldest[first], answer
 
     def peak_memory(self) -> float:
@@ -167,7 +167,8 @@ class _Worker:
                 strict=True,
             )
         ]
-        return _array(self.solver.train_group(whole))
+        outcomes = self.solver.carry_out(whole)
+        return _array([out.upload for out in outcomes]), [out.extras for out in outcomes]
 
     def evaluate(self, rows: Any, clients: Sequence[Sequence[int]]) -> list[list[Score]]:
         models = _models(rows, self.solver.space.vector.dtype)

@@ -3,7 +3,7 @@
 They are forked, so they have the federation, the module and the solver without any copy: nothing is
 sent to them but the numbers that name a job. Models travel through rows of shared memory, in which
 the result replaces what was received. Only models to choose from, of which a job may bring any
-number, go through the pipe.
+number, and what few tasks want beside the result go through the pipe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from polytempo.core.errors import PolytempoError
 from polytempo.local.backend import AHEAD
 from polytempo.local.memory import peak_memory, private_memory
-from polytempo.local.training import Job, Solver
+from polytempo.local.training import Job, Outcome, Solver
 
 _NOTHING = torch.empty(0)
 
@@ -84,9 +84,10 @@ class Processes:
         assert isinstance(pipe, Connection)
         worker = self._pipes.index(pipe)
         place, answer = self._answer(worker)
-        if isinstance(answer, int):  # so many models are in the rows
-            return worker, [row.clone() for row in self._rows[worker, place, 0, :answer]]
-        return worker, answer
+        if not isinstance(answer, bytes):
+            return worker, answer
+        rows, extras = self._rows[worker, place, 0], pickle.loads(answer)
+        return worker, [Outcome(row.clone(), more) for row, more in zip(rows, extras, strict=False)]
 
     def peak_memory(self) -> float:
         for worker in range(self.workers):
@@ -154,9 +155,11 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
                     _whole(job, model, anchor, matrix)
                     for (job, matrix), model, anchor in zip(details, models, anchors, strict=False)
                 ]
-                for row, upload in zip(models, solver.train_group(jobs), strict=False):
-                    row.copy_(upload)
-                answer = len(jobs)
+                outcomes = solver.carry_out(jobs)
+                for row, outcome in zip(models, outcomes, strict=False):
+                    row.copy_(outcome.upload)
+                # as bytes: torch would send each tensor in a file of shared memory
+                answer = pickle.dumps([outcome.extras for outcome in outcomes])
             elif kind == "evaluate":
                 answer = [
                     solver.evaluate(row, clients)

@@ -91,8 +91,6 @@ class StackTrainer(Trainer):
 
     @torch.no_grad()
     def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
-        if jobs[0].task.choose:  # what they choose need not be of one kind any more
-            return [self.train(self.chosen(job)) for job in jobs]
         schedules = [
             [rows for _, rows in batches(job, self.federation.samples[job.client], self.seed)]
             for job in jobs

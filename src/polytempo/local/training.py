@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -54,6 +54,13 @@ class Score:
     loss: float  # summed over the samples
 
 
+class Outcome(NamedTuple):
+    """What comes of a job: the upload, and what else its task asks for, by name."""
+
+    upload: Tensor
+    extras: dict[str, Tensor]
+
+
 class Solver(Protocol):
     """Carries jobs out in this process. What comes of a job depends on that job alone: not on the
     jobs that it is done together with, nor on what was done before."""
@@ -63,12 +70,8 @@ class Solver(Protocol):
 
     def kind(self, job: Job) -> object: ...
 
-    def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
-        """The upload of each of these jobs, which are of one kind."""
-        ...
-
-    def extras(self, job: Job, upload: Tensor) -> dict[str, Tensor]:
-        """What the job's task wants beside its upload."""
+    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """What comes of each of these jobs, which are of one kind."""
         ...
 
     def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
@@ -88,17 +91,29 @@ class Trainer:
         self.federation = federation
         self.seed, self.buffers = seed, buffers
         self._vocabulary = Vocabulary.of(self.space) if federation.vocabulary else None
-        self._last_choice: tuple[Job, int] | None = None
 
     def kind(self, job: Job) -> object:
         return job.task
 
+    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
+        if jobs[0].task.choose:  # what they choose need not be of one kind any more
+            return [self._choose(job) for job in jobs]
+        uploads = self.train_group(jobs)
+        return [Outcome(up, self.extras(job, up)) for job, up in zip(jobs, uploads, strict=True)]
+
+    def _choose(self, job: Job) -> Outcome:
+        """The job on the model that the client chooses."""
+        choice = self.choice(job)
+        params = self._candidates(job)[choice]
+        chosen = replace(job, params=params, anchor=None, task=replace(job.task, choose=0))
+        [(upload, extras)] = self.carry_out([chosen])
+        return Outcome(upload, {"choice": torch.tensor([[choice]]), **extras})
+
     def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
+        """The upload of each of these jobs, which are of one kind, on the model that it brings."""
         return [self.train(job) for job in jobs]
 
     def train(self, job: Job) -> Tensor:
-        """Carry the job out; returns what its task wants uploaded."""
-        job = self.chosen(job)
         space, task = self.space, job.task
         shard = self.federation.train[job.client]
         x, y = self.federation.x[shard], self.federation.y[shard]
@@ -160,29 +175,15 @@ class Trainer:
         mask[:trained] = largest(job.params[:trained], job.task.sparsity or 0.0)
         return mask
 
-    def chosen(self, job: Job) -> Job:
-        """The job on the model that the client chooses, if the choice is its own."""
-        if not job.task.choose:
-            return job
-        return self._with_model(job, self.choice(job))
-
-    def _with_model(self, job: Job, choice: int) -> Job:
-        params = self._candidates(job)[choice]
-        return replace(job, params=params, anchor=None, task=replace(job.task, choose=0))
-
     @torch.inference_mode()
     def choice(self, job: Job) -> int:
         """Which of the models that the job brings has the least loss on the training samples."""
-        if self._last_choice is not None and self._last_choice[0] is job:
-            return self._last_choice[1]
         shard = self.federation.train[job.client]
         losses = []
         for params in self._candidates(job):
             self.space.load(params)
             losses.append(self._score(shard).loss)
-        choice = int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
-        self._last_choice = (job, choice)
-        return choice
+        return int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
 
     def _candidates(self, job: Job) -> list[Tensor]:
         others = () if job.anchor is None else job.anchor
@@ -190,12 +191,8 @@ class Trainer:
 
     @torch.inference_mode()
     def extras(self, job: Job, upload: Tensor) -> dict[str, Tensor]:
-        """What the job's task wants beside its upload."""
+        """What the job's task wants beside this upload of it."""
         found: dict[str, Tensor] = {}
-        if job.task.choose:
-            choice = self.choice(job)
-            found["choice"] = torch.tensor([[choice]])
-            job = self._with_model(job, choice)
         if job.task.sparsity is not None:
             found["mask"] = pack(self.mask(job))
         if job.task.basis:

@@ -151,8 +151,7 @@ class Simulator(Engine):
             self._drop(client, self.server.lost)
             return
         with self._timed("training"):
-            vector = self.backend.train(flight.job)
-            extras = self.backend.extras(flight.job, vector)
+            vector, extras = self.backend.carry_out(flight.job)
         samples = self.federation.samples[client]
         update = Update(client, flight.number, vector, samples, extras)
         stale = self.server.staleness(client, flight.number)
