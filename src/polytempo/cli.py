@@ -290,6 +290,10 @@ def reproduce_command(
     model: Annotated[
         str | None, typer.Option(help="Another model, such as resnet18 \\[the experiment's].")
     ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Another length, in updates, such as 50000 \\[the experiment's]."),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --first-seed on.")] = 1,
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     quick: Annotated[
@@ -311,7 +315,7 @@ def reproduce_command(
     if experiment is None:
         _list_experiments(as_json)
         return
-    chosen = load_experiment(experiment, model)
+    chosen = load_experiment(experiment, model, rounds)
     columns, rows = choose_columns(chosen, dataset, partition), choose_rows(chosen, only)
     place = Place(out.expanduser(), chosen, quick)
     with _progress(as_json) as progress:
@@ -327,6 +331,7 @@ def reproduce_command(
     for name in dict.fromkeys(column.partition("/")[0] for column in columns):
         again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
         again += f" --model {model}" if model else ""
+        again += f" --rounds {rounds}" if rounds else ""
         folders.append(write_report(place, name, again))
     results = {column: collect(place, column) for column in columns}
     tables = {column: reproduction(place, column, results[column]) for column in columns}

@@ -12,6 +12,7 @@ import pytest
 
 import polytempo
 from polytempo import Federation, simulate
+from polytempo.core.errors import PolytempoError
 from polytempo.data import available
 from polytempo.experiments import compare, published, result, run
 from polytempo.experiments.config import read_config
@@ -889,6 +890,35 @@ def test_another_model_has_its_own_folder_and_name(grid, polytempo):
     text = (grid[1] / "tiny-mlp/table9/digits/table.md").read_text()
     assert "Digits, mlp, even" in text
     assert "--model mlp" in text
+
+
+def test_another_length_has_its_own_folder_and_as_many_evaluations(paper, polytempo):
+    outcome = polytempo("reproduce", "tiny/fig1", "--only", "pace", "--rounds", 24, *paper)
+    assert outcome.code == 0
+    assert not (paper[1] / "tiny").exists()
+    folder = paper[1] / "tiny-rounds24"
+    config = read_config(folder / "runs/digits-even/pace/seed0/config.toml")
+    assert (config["rounds"], config["eval_every"]) == (24, 4)
+    assert "--rounds 24" in (folder / "fig1/digits/table.md").read_text()
+
+
+def test_what_depends_on_the_length_follows_it():
+    casa = load_experiment("casa/table1", rounds=50_000)
+    configs = {row: casa.config(row, "mnist/groups", 0, False) for row in casa.rows}
+    assert {config.rounds for config in configs.values()} == {50_000}
+    assert {config.eval_every for config in configs.values()} == {1667}  # 30 evaluations
+    tables = {row: config.strategy_table for row, config in configs.items()}
+    lengths = tables["casa+"]["r_end"], tables["icfl"]["rounds"], tables["icfl-async"]["rounds"]
+    assert lengths == (50_000, 500, 50_000)
+    assert load_experiment("pace/table2").comparable("cifar10/dir0.1")
+    assert not load_experiment("pace/table2", rounds=10).comparable("cifar10/dir0.1")
+
+
+@pytest.mark.parametrize("name", ["ace/fig2", "p2p/table1"])
+def test_rounds_do_not_end_what_something_else_ends(name):
+    experiment = load_experiment(name, rounds=10)
+    with pytest.raises(PolytempoError, match=f"{name}: its runs end after .* --rounds does not"):
+        experiment.config(experiment.rows[0], experiment.columns[0], 0, False)
 
 
 def test_quick_tries_two_values_only(grid, polytempo, ran):

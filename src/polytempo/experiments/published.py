@@ -106,6 +106,7 @@ class Experiment(_Part):
     against: tuple[Literal["time", "rounds", "versions", "messages"], ...] = ("time",)  # x axes
     grid: dict[str, tuple[float, ...]] = {}  # in place of the methods' own grids
     model: str | None = None  # in place of the data sets' own
+    rounds: int | None = None  # in place of the settings' own; evaluations are as many as before
     remarks: tuple[str, ...] = ()
     paper: Published = Published()
     settings: dict[str, Any]
@@ -143,7 +144,8 @@ class Experiment(_Part):
         """Whether the paper's figures are of the same data and the same model."""
         dataset, _ = self.column(column)
         model = (self.model or str(dataset.settings.get("model"))).partition(":")[0]
-        return dataset.comparable and dataset.paper_model in (None, model)
+        same = dataset.comparable and dataset.paper_model in (None, model)
+        return same and self.rounds is None
 
     def choices(self, row: str, quick: bool) -> Sequence[Choice]:
         """What a row is run with: every combination of its grid (quick: two). One that says
@@ -169,6 +171,8 @@ class Experiment(_Part):
         settings |= {"strategy": method.strategy, **split.methods.get(row, {})}
         settings |= self.quick if quick else {}
         settings |= {"model": self.model} if self.model else {}
+        if self.rounds is not None:
+            settings |= self._lengthened(settings)
         strategy = str(settings["strategy"])
         if "{" in strategy:
             rounds, slots = settings["rounds"], settings["slots"]
@@ -177,6 +181,17 @@ class Experiment(_Part):
             strategy += ("," if ":" in strategy else ":") + spelled(choice)
         settings |= {**more, "strategy": strategy, "seed": seed}
         return make_config(settings, f"{self.name}, {row}")
+
+    def _lengthened(self, settings: Mapping[str, Any]) -> dict[str, int]:
+        """Its own rounds, and as many evaluations as before."""
+        for end in ("versions", "messages"):
+            if settings.get(end) is not None:
+                raise PolytempoError(
+                    f"{self.name}: its runs end after {settings[end]} {end}, so that --rounds does "
+                    "not make them longer or shorter"
+                )
+        interval = settings["eval_every"] * self.rounds / settings["rounds"]
+        return {"rounds": self.rounds, "eval_every": max(1, round(interval))}
 
     def notes(self, columns: Sequence[str]) -> list[str]:
         """What a reader must know before comparing with the paper."""
@@ -202,9 +217,9 @@ def experiments() -> list[str]:
     )
 
 
-def load_experiment(name: str, model: str | None = None) -> Experiment:
+def load_experiment(name: str, model: str | None = None, rounds: int | None = None) -> Experiment:
     """The experiment of that name, together with what its paper's `common.toml` says; perhaps with
-    another model."""
+    another model, or another length."""
     if name not in experiments():
         raise PolytempoError(f"no experiment is called {name!r}{nearest(name, experiments())}")
     folder = PAPERS / name.partition("/")[0]
@@ -213,7 +228,7 @@ def load_experiment(name: str, model: str | None = None) -> Experiment:
     own["remarks"] = [*own.get("remarks", ()), *common.pop("remarks")]
     if "figures_of" in own:  # the paper's figures are those of another file
         own["paper"] = _read(folder / f"{own.pop('figures_of')}.toml")["paper"]
-    return Experiment(name=name, model=model, **common, **own)
+    return Experiment(name=name, model=model, rounds=rounds, **common, **own)
 
 
 def _read(file: Traversable) -> dict[str, Any]:

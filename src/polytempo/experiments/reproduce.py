@@ -40,7 +40,7 @@ DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is n
 @dataclass(frozen=True)
 class Place:
     """Where an experiment's runs and reports are. Quick ones are apart from all others, and so are
-    those with another model."""
+    those with another model or of another length."""
 
     out: Path
     experiment: Experiment
@@ -51,6 +51,8 @@ class Place:
         paper = self.experiment.name.partition("/")[0]
         if self.experiment.model:
             paper += f"-{slug(self.experiment.model)}"
+        if self.experiment.rounds is not None:
+            paper += f"-rounds{self.experiment.rounds}"
         return self.out / ("quick" if self.quick else "") / paper
 
     def comparable(self, column: str) -> bool:
