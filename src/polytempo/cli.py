@@ -61,6 +61,7 @@ app = typer.Typer(
 )
 output = Console()
 notes = Console(stderr=True)
+_WIDE = 1000  # characters of a line that is not on a terminal
 
 
 @app.callback()
@@ -540,14 +541,16 @@ def _list_experiments(as_json: bool) -> None:
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Columns with nothing in them are left out; in a file, lines are as long as need be."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     first, *others = rows[0]
+    others = [column for column in others if any(row[column] != "-" for row in rows)]
     table.add_column(first, min_width=10, overflow="fold")
     for column in others:
         table.add_column(column, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(value) for value in row.values()))
-    output.print(table)
+        table.add_row(*(escape(row[column]) for column in (first, *others)))
+    (output if output.is_terminal else Console(file=output.file, width=_WIDE)).print(table)
 
 
 def _show(result: RunResult, folder: Path) -> None:

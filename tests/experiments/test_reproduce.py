@@ -892,6 +892,18 @@ def test_another_model_has_its_own_folder_and_name(grid, polytempo):
     assert "--model mlp" in text
 
 
+def test_a_table_in_a_pipe_has_a_line_a_row_and_no_empty_columns(paper, polytempo):
+    """Nothing can be compared with the paper here, and all is in one seed."""
+    given = ("reproduce", "tiny/table1", "--dataset", "other", "--only", "fedavg")
+    lines = polytempo(*given, *paper).out.splitlines()
+    [head] = [line for line in lines if line.lstrip().startswith("method")]
+    words = head.split()
+    assert "handed" in words and "messages" in words and "paper" in words
+    assert "diff." not in words
+    [row] = [line for line in lines if line.lstrip().startswith("FedAvg")]
+    assert len(row.split()) == len(head.replace("by sample", "sample").split())
+
+
 def test_another_length_has_its_own_folder_and_as_many_evaluations(paper, polytempo):
     outcome = polytempo("reproduce", "tiny/fig1", "--only", "pace", "--rounds", 24, *paper)
     assert outcome.code == 0
