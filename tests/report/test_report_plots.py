@@ -144,6 +144,14 @@ def test_large_and_tiny_data_can_be_drawn(tmp_path):
     size(plot_graph(np.eye(5), tmp_path / "alone.png"))
 
 
+@pytest.mark.parametrize(("long", "logarithmic"), [(4.0, False), (40.0, True)])
+def test_time_is_logarithmic_if_one_takes_far_longer(long, logarithmic, tmp_path):
+    runs = {"fast": [curve(0.1, 0.5, 0.9)], "slow": [curve(0.1, 0.2, 0.7, step=long)]}
+    text = plot_accuracy(runs, tmp_path / "a.svg").read_text()
+    assert ("simulated time (s), logarithmic" in text) == logarithmic
+    assert "logarithmic" not in plot_accuracy(runs, tmp_path / "b.svg", x="rounds").read_text()
+
+
 def test_an_accuracy_holds_until_the_next_evaluation_of_the_same_seed():
     runs = [curve(0.1, 0.5, step=2.0), curve(0.2, 0.4, 0.6, start=1.0, step=3.0)]
     grid, values = on_common_grid([(run.time, run.accuracy) for run in runs])

@@ -21,6 +21,8 @@ AXES = {
     "messages": "models sent",
 }
 
+_STRETCH = 5.0  # between the longest and the shortest method: more, and the latter is squeezed
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -75,6 +77,7 @@ def plot_accuracy(
 
     Several curves under one label are several seeds: the line is their mean, and the band reaches
     from the lowest to the highest. A hollow diamond is the final accuracy after local adaptation.
+    Where one method takes many times as long as another, the axis of time is logarithmic.
     """
     if x not in AXES:
         raise PolytempoError(f"accuracy cannot be drawn against {x!r}{nearest(x, AXES)}")
@@ -86,14 +89,15 @@ def plot_accuracy(
     rows = (len(curves) + 1) // 2
     with canvas(path, 8.0, 4.6 + 0.2 * rows) as figure:
         from matplotlib.lines import Line2D
-        from matplotlib.ticker import PercentFormatter
+        from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
         axes = figure.add_subplot()
-        handles = []
+        handles, grids = [], []
         for index, (label, runs) in enumerate(curves.items()):
             colour = PALETTE[index % len(PALETTE)]
             look: Any = {"color": colour, "linestyle": DASHES[index // len(PALETTE) % len(DASHES)]}
             grid, values = on_common_grid([(getattr(run, x), run.accuracy) for run in runs])
+            grids.append(grid)
             mean = values.mean(axis=0)
             axes.plot(grid, mean, **look, linewidth=1.8, drawstyle="steps-post")
             if x == "messages" and grid[-1] == 0:  # who sends nothing is as good at any price
@@ -113,8 +117,16 @@ def plot_accuracy(
         axes.margins(x=0.01)
         axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-        axes.xaxis.set_major_formatter("{x:,.0f}" if axes.get_xlim()[1] > 10 else "{x:g}")
         axes.set(xlabel=AXES[x], title=_title(curves, of))
+        ends = [grid[-1] for grid in grids]
+        if x == "time" and max(ends) > _STRETCH * min(ends) > 0:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set(xlim=(min(grid[grid > 0][0] for grid in grids), 1.05 * max(ends)))
+            axes.set_xlabel(f"{AXES[x]}, logarithmic")
+        whole = axes.get_xscale() == "linear" and axes.get_xlim()[1] > 10
+        axes.xaxis.set_major_formatter("{x:,.0f}" if whole else "{x:,g}")
         figure.legend(
             handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9
         )
