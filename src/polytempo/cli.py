@@ -544,7 +544,7 @@ def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
     """Columns with nothing in them are left out; in a file, lines are as long as need be."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     first, *others = rows[0]
-    others = [column for column in others if any(row[column] != "-" for row in rows)]
+    others = [column for column in others if any(row[column] not in ("-", "") for row in rows)]
     table.add_column(first, min_width=10, overflow="fold")
     for column in others:
         table.add_column(column, justify="right", overflow="fold")

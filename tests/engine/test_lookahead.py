@@ -21,7 +21,15 @@ from polytempo.simulation.devices import Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave
 from polytempo.simulation.metrics import over_clients
 from polytempo.storage import load_state, save_state
-from polytempo.strategies import PACE, FedAsync, FedAvg, FedBuff, Standalone
+from polytempo.strategies import (
+    PACE,
+    CASAPlus,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FedSaCPACE,
+    Standalone,
+)
 
 TASK = Task(epochs=1, batch_size=3, lr=0.05)
 ROUNDS = 14
@@ -79,6 +87,12 @@ WORLDS = {
     ),
     "fedasync": World(FedAsync, set(), {"devices": SPEEDS, "network": SLOW, "slots": 5}),
     "standalone": World(Standalone, set(), {"devices": Exponential(beta=3.0)}),
+    "with masks": World(
+        lambda: CASAPlus(s_0=1.0, founders=0.5), set(), {"devices": SPEEDS, "slots": 6}
+    ),
+    "with a basis": World(
+        lambda: FedSaCPACE(omega=15), {"restart"}, {"devices": SPEEDS, "slots": 5}
+    ),
     "restless": World(
         Restless,
         {"restart", "urgent"},

@@ -16,6 +16,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.data import available
 from polytempo.experiments import compare, published, result, run
 from polytempo.experiments.config import read_config
+from polytempo.experiments.paper_report import _spelled
 from polytempo.experiments.published import experiments, load_experiment
 from polytempo.models import MODELS
 
@@ -160,6 +161,14 @@ def test_all_settings_of_every_file_are_valid(name, quick):
                 MODELS.create(config.model)
                 assert config.data in {info.name for info in available()}
                 assert config.slots is None or config.slots <= config.clients
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("pace/", "casa/"))])
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_run_can_have_another_length(name, quick):
+    experiment = load_experiment(name, rounds=70)
+    for column, row in itertools.product(experiment.columns, experiment.rows):
+        assert experiment.config(row, column, 0, quick).rounds == 70
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -911,7 +920,10 @@ def test_another_length_has_its_own_folder_and_as_many_evaluations(paper, polyte
     folder = paper[1] / "tiny-rounds24"
     config = read_config(folder / "runs/digits-even/pace/seed0/config.toml")
     assert (config["rounds"], config["eval_every"]) == (24, 4)
-    assert "--rounds 24" in (folder / "fig1/digits/table.md").read_text()
+    text = (folder / "fig1/digits/table.md").read_text()
+    assert "--rounds 24" in text and "Digits, 24 updates, even" in text
+    page = (folder / "fig1/digits/report.html").read_text()
+    assert re.search(r"rounds\W+(<[^>]*>\s*)*24\b", page)
 
 
 def test_what_depends_on_the_length_follows_it():
@@ -922,14 +934,17 @@ def test_what_depends_on_the_length_follows_it():
     tables = {row: config.strategy_table for row, config in configs.items()}
     lengths = tables["casa+"]["r_end"], tables["icfl"]["rounds"], tables["icfl-async"]["rounds"]
     assert lengths == (50_000, 500, 50_000)
-    assert load_experiment("pace/table2").comparable("cifar10/dir0.1")
+    lines = {line["method"]: line["strategy"] for line in _spelled(casa, dict(configs["icfl"]))}
+    assert lines["CASA+"].endswith("r_end=50000") and ",rounds=500" in lines["ICFL"]
+    assert casa.comparable("mnist/groups") and not casa.comparable("uci_har/users")
+    assert not load_experiment("casa/table1").comparable("mnist/groups")
     assert not load_experiment("pace/table2", rounds=10).comparable("cifar10/dir0.1")
 
 
 @pytest.mark.parametrize("name", ["ace/fig2", "p2p/table1"])
 def test_rounds_do_not_end_what_something_else_ends(name):
     experiment = load_experiment(name, rounds=10)
-    with pytest.raises(PolytempoError, match=f"{name}: its runs end after .* --rounds does not"):
+    with pytest.raises(PolytempoError, match=f"{name}: its runs end after .* --rounds would not"):
         experiment.config(experiment.rows[0], experiment.columns[0], 0, False)
 
 

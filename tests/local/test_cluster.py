@@ -130,7 +130,8 @@ def test_anchors_travel_with_their_jobs(small):
     assert (number, method) == (7, "train")
     worker = _Worker()
     worker.solver = solver
-    rows, extras = worker.train(*pickle.loads(pickle.dumps(details)))
+    answer = worker.train(*pickle.loads(pickle.dumps(details)))
+    rows, extras = pickle.loads(pickle.dumps(answer))
     uploads = _models(rows, start.dtype)
     assert all(map(torch.equal, uploads, solver.train_group(jobs)))
     assert not torch.equal(uploads[1], solver.train(replace(jobs[1], anchor=None)))

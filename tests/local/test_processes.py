@@ -473,3 +473,14 @@ def test_memory_that_workers_had_for_a_moment_is_counted():
         backend.train(probing())
         backend.drain()
         assert 300e6 <= backend.worker_memory < 400e6
+
+
+def test_large_answers_to_large_requests_are_refused(small):
+    """Both ends of a pipe would wait for the other to read."""
+    task = Task(epochs=1, choose=2, sparsity=0.1)
+    solver = Trainer(nn.Linear(12, 4), small, 0)
+    params = solver.space.read()
+    with on_workers(solver, 1) as backend, pytest.raises(PolytempoError, match="--backend serial"):
+        backend.train(Job(0, params, task, ("a",), anchor=params[None] + 1))
+    alone = Backend(solver).carry_out(Job(0, params, task, ("a",), anchor=params[None] + 1))
+    assert sorted(alone.extras) == ["choice", "mask"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import struct
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from polytempo.report import (
     plot_graph,
     plot_heatmaps,
     plot_labels,
+    plot_peers,
     plot_similarity,
     plot_staleness,
 )
@@ -142,6 +144,18 @@ def test_large_and_tiny_data_can_be_drawn(tmp_path):
     for clients in (1, 2, 100):
         size(plot_graph(draw.random((clients, clients)), tmp_path / "graph.png"))
     size(plot_graph(np.eye(5), tmp_path / "alone.png"))
+
+
+@pytest.mark.parametrize(("peers", "lines"), [(3, 3), (7, 8)])
+def test_few_peers_are_named_and_many_have_a_mean(peers, lines, tmp_path):
+    """Each with times of its own; the mean is of those that hold at a time."""
+    given = {f"ann{k}": ([0.0, 1.0 + k, 20.0 + k], [0.1, 0.2, k / 10]) for k in range(peers)}
+    text = plot_peers(given, tmp_path / "a.svg", clock="seconds").read_text()
+    assert text.count("ann") == (peers if peers == lines else 0)
+    assert ("mean: 30.0%" in text) == (peers != lines)
+    steps = r'<path d="M(?:[^"]*L){4,}[^"]*" clip-path'  # a line of the grid has one L
+    assert len(re.findall(steps, text)) == lines
+    assert "seconds" in text and "simulated" not in text
 
 
 @pytest.mark.parametrize(("long", "logarithmic"), [(4.0, False), (40.0, True)])

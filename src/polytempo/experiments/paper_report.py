@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from polytempo.experiments import result
 from polytempo.experiments.compare import PLOTS, slug
-from polytempo.experiments.published import FIGURES, QUICK, Experiment
+from polytempo.experiments.published import FIGURES, QUICK, Experiment, filled
 from polytempo.experiments.reproduce import (
     Place,
     Results,
@@ -68,7 +69,10 @@ def write_report(place: Place, dataset: str, command: str) -> Path | None:
         text += [f"![{caption}]({image.name})" for caption, image in images[column]]
     text += ["## Remarks", "\n".join(f"- {note}" for note in notes)]
     text += ["## Make it again", f"```\n{command}\n```"]
-    text += ["As Polytempo spells the methods:", markdown(_spelled(experiment))]
+    settings = experiment.settings | experiment.datasets[dataset].settings
+    settings = experiment.adjusted(settings, place.quick)
+    methods = _spelled(experiment, settings)
+    text += ["As Polytempo spells the methods:", markdown(methods)]
     (folder / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf8")
     said = [
         f"{experiment.heading(column)}: {line}"
@@ -85,12 +89,7 @@ def write_report(place: Place, dataset: str, command: str) -> Path | None:
             for line in tables[column]
         ],
         images=[*maps, *(image for column in columns for image in images[column])],
-        settings={
-            **(experiment.settings | experiment.datasets[dataset].settings),
-            **({"model": experiment.model} if experiment.model else {}),
-            **(experiment.quick if place.quick else {}),
-            **{line["method"]: line["strategy"] for line in _spelled(experiment)},
-        },
+        settings=settings | {line["method"]: line["strategy"] for line in methods},
         command=command,
     )
     return folder
@@ -103,12 +102,12 @@ def markdown(lines: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _spelled(experiment: Experiment) -> list[dict[str, str]]:
+def _spelled(experiment: Experiment, settings: Mapping[str, Any]) -> list[dict[str, str]]:
     methods = {row: experiment.strategies[row] for row in experiment.rows}
     return [
         {
             "method": experiment.label(row),
-            "strategy": method.strategy,
+            "strategy": filled(method.strategy, {**settings, **method.settings}),
             "settings": ", ".join(f"{k} = {v}" for k, v in (method.settings | method.grid).items()),
         }
         for row, method in methods.items()

@@ -134,10 +134,8 @@ class Group:
             with (place / "history.csv").open(encoding="utf8", newline="") as file:
                 history = list(csv.DictReader(file))
             rows += [{"peer": name, **row} for row in history]
-            seconds, accuracy = zip(
-                *((row["seconds"], row["accuracy"]) for row in history), strict=True
-            )
-            lines[name] = [*map(float, seconds)], [*map(float, accuracy)]
+            seconds = [float(row["seconds"]) for row in history]
+            lines[name] = seconds, [float(row["accuracy"]) for row in history]
         accuracies = [result["accuracy"] for result in found]
         summary = {
             "strategy": "p2p",

@@ -56,6 +56,7 @@ class Dataset(_Part):
     remarks: tuple[str, ...] = ()
     comparable: bool = True  # False: another data set stands in for the paper's
     paper_model: str | None = None  # only with this model can figures be compared; None: with any
+    paper_rounds: int | None = None  # only at this length; None: at the experiment's own
 
 
 class Method(_Part):
@@ -138,14 +139,15 @@ class Experiment(_Part):
         return f"{self.dataset_title(column.partition('/')[0])}, {self.column(column)[1].title}"
 
     def dataset_title(self, name: str) -> str:
-        return self.datasets[name].title + (f", {self.model}" if self.model else "")
+        title = self.datasets[name].title + (f", {self.model}" if self.model else "")
+        return title + (f", {self.rounds:,} updates" if self.rounds is not None else "")
 
     def comparable(self, column: str) -> bool:
-        """Whether the paper's figures are of the same data and the same model."""
+        """Whether the paper's figures are of the same data, model and length."""
         dataset, _ = self.column(column)
         model = (self.model or str(dataset.settings.get("model"))).partition(":")[0]
         same = dataset.comparable and dataset.paper_model in (None, model)
-        return same and self.rounds is None
+        return same and self.rounds == dataset.paper_rounds
 
     def choices(self, row: str, quick: bool) -> Sequence[Choice]:
         """What a row is run with: every combination of its grid (quick: two). One that says
@@ -169,29 +171,31 @@ class Experiment(_Part):
         (dataset, split), method = self.column(column), self.strategies[row]
         settings = {**self.settings, **dataset.settings, **split.settings, **method.settings}
         settings |= {"strategy": method.strategy, **split.methods.get(row, {})}
-        settings |= self.quick if quick else {}
-        settings |= {"model": self.model} if self.model else {}
-        if self.rounds is not None:
-            settings |= self._lengthened(settings)
-        strategy = str(settings["strategy"])
-        if "{" in strategy:
-            rounds, slots = settings["rounds"], settings["slots"]
-            strategy = strategy.format(rounds=rounds, cohorts=max(rounds // slots, 1))
+        settings = self.adjusted(settings, quick)
+        strategy = filled(str(settings["strategy"]), settings)
         if choice:
             strategy += ("," if ":" in strategy else ":") + spelled(choice)
         settings |= {**more, "strategy": strategy, "seed": seed}
         return make_config(settings, f"{self.name}, {row}")
 
-    def _lengthened(self, settings: Mapping[str, Any]) -> dict[str, int]:
-        """Its own rounds, and as many evaluations as before."""
-        for end in ("versions", "messages"):
-            if settings.get(end) is not None:
-                raise PolytempoError(
-                    f"{self.name}: its runs end after {settings[end]} {end}, so that --rounds does "
-                    "not make them longer or shorter"
-                )
-        interval = settings["eval_every"] * self.rounds / settings["rounds"]
-        return {"rounds": self.rounds, "eval_every": max(1, round(interval))}
+    def adjusted(self, settings: Mapping[str, Any], quick: bool) -> dict[str, Any]:
+        """The settings with what was asked for: a quick look, another model, another length (with
+        as many evaluations as before)."""
+        found = {**settings, **(self.quick if quick else {})}
+        if self.model:
+            found["model"] = self.model
+        if self.rounds is not None:
+            for end in ("versions", "messages"):
+                if found.get(end) is not None:
+                    raise PolytempoError(
+                        f"{self.name}: its runs end after {found[end]} {end}, too, so that "
+                        "--rounds would not say how long they are"
+                    )
+            if "eval_every" in found and "rounds" in found:
+                interval = found["eval_every"] * self.rounds / found["rounds"]
+                found["eval_every"] = max(1, round(interval))
+            found["rounds"] = self.rounds
+        return found
 
     def notes(self, columns: Sequence[str]) -> list[str]:
         """What a reader must know before comparing with the paper."""
@@ -204,6 +208,14 @@ class Experiment(_Part):
             *(remark for remark in methods if remark),
             *([TUNED] if tuned else []),
         ]
+
+
+def filled(strategy: str, settings: Mapping[str, Any]) -> str:
+    """The strategy with the length of the run in the places that are left for it."""
+    if "{" not in strategy:
+        return strategy
+    rounds, slots = settings["rounds"], settings["slots"]
+    return strategy.format(rounds=rounds, cohorts=max(rounds // slots, 1))
 
 
 def experiments() -> list[str]:

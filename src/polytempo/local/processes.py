@@ -65,6 +65,11 @@ class Processes:
             self._processes.append(process)
 
     def train(self, worker: int, jobs: Sequence[Job]) -> None:
+        if jobs[0].task.choose and len(jobs[0].task.extras) > 1:
+            raise PolytempoError(
+                "worker processes cannot send so much both ways at once: a task that has models to "
+                "choose from, and a basis or a mask, needs --backend serial"
+            )
         place = self._place(worker)
         models, anchors = self._rows[worker, place]
         for job, model, anchor in zip(jobs, models, anchors, strict=False):
