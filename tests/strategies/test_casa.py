@@ -314,12 +314,55 @@ def run(strategy, clients=12, absent=(), rounds=120):
     return server, training, random
 
 
-@pytest.mark.parametrize("name", ["casa", "casa-d", "casa+", "casa:budget=4"])
+@pytest.mark.parametrize("name", ["casa", "casa-d", "casa+", "casa:budget=4", "casa:clock=cluster"])
 def test_groups_are_found_from_updates_that_arrive_one_by_one(name):
     server, *_ = run(STRATEGIES.create(name), rounds=400)
     truth = [client % 3 for client in range(12)]
     assert same_partition(server.strategy.clusters().tolist(), truth)
     assert len(server.strategy.buffer) <= server.strategy.buffer.budget
+
+
+def test_staleness_by_cluster_counts_what_the_own_cluster_has_folded():
+    """Four clients start together, two of them upload; then two clusters, {0, 1} and {2, 3}. After
+    another upload of 0, client 1 is 3 behind and client 3 is 2; by rounds both are 3."""
+    for clock, expected in (("rounds", [0, 3, 0, 3]), ("cluster", [0, 3, 0, 2])):
+        casa = ready(clients=4, clock=clock)
+        for client in range(4):
+            casa.anchor_for(client)
+        for client in (0, 2):
+            casa.fold(Update(client, 0, unit(client), 10), Staleness(client // 2, 0))
+        casa.split(0, np.array([0, 0, 1, 1]))
+        casa.anchor_for(0)
+        casa.fold(Update(0, 1, unit(0), 10), Staleness(0, 0))
+        casa.t += 1  # the next arrival
+        assert casa.staleness().tolist() == expected
+        assert casa.age(3, rounds=3) == expected[3]
+        casa.leave_cluster(np.array([3]))
+        assert casa.age(3, rounds=3) == 3  # in none, so that rounds are all that is known
+
+
+@pytest.mark.parametrize("clock", ["rounds", "cluster"])
+def test_the_clock_matters_only_where_there_are_clusters(clock):
+    """Staleness 6 in a cluster of 8 is usual, and in one of 4 it is not, unless 4 of the 6 arrivals
+    were others'."""
+    casa = ready(clients=8, clock=clock)
+    for client in range(8):
+        casa.anchor_for(client)
+    for client in (0, 1, 2, 4, 5, 6):  # three of each half
+        casa.fold(Update(client, 0, casa.model_for(client), 10), Staleness(casa.t, casa.t))
+    weights = []
+    for number in (1, 2):
+        casa.models[-1] = torch.zeros(D)
+        casa.fold(Update(7, 0, torch.ones(D), 10), Staleness(6, 6))
+        weights.append(float(casa.models[-1][0]))
+        if number == 1:
+            casa.split(0, np.array([0, 0, 0, 0, 1, 1, 1, 1]))
+            casa.begun[7], casa.folded = 0, [7, 3]  # what that half alone has folded
+    fading = omega(casa.t, casa.k)
+    small = float(cluster_decay(2.0, fading, 4))
+    assert weights[0] == pytest.approx(float(cluster_decay(2.0, omega(7, casa.k), 8)), abs=1e-6)
+    late = {"rounds": math.sqrt(6), "cluster": 1.0}[clock]
+    assert weights[1] == pytest.approx(small / late, abs=1e-6)
 
 
 def test_similarities_are_the_cosines_of_what_was_compared():
@@ -357,7 +400,7 @@ def test_large_clients_count_more_in_what_represents_a_cluster():
     like cluster 1, which is (0.55 e2 + 0.84 e3): cosines 0.5 and 0.39, but by samples 0.08."""
     casa = ready(samples=[10, 90, 10, 10])
     casa.cluster[:] = [0, 0, 1, -1]
-    casa.models, casa.revisions = [casa.models[0]] * 2, [0, 0]
+    casa.models, casa.revisions, casa.folded = [casa.models[0]] * 2, [0, 0], [0, 0]
     casa.anchor_for(3)
     for client, vector in enumerate([unit(0), unit(1), 0.55 * unit(2) + 0.84 * unit(3)]):
         casa.store(client, vector, 0)
@@ -386,7 +429,7 @@ def test_a_newcomer_with_an_empty_buffer_joins_the_most_similar_model():
     casa = ready(clients=3)
     casa.cluster[:] = [0, 1, -1]
     casa.models = [casa.context.initial + unit(0), casa.context.initial + unit(1)]
-    casa.revisions = [1, 2]
+    casa.revisions, casa.folded = [1, 2], [0, 0]
     casa.fold(Update(2, 0, casa.context.initial + 3 * unit(1) + unit(0), 10), Staleness(0, 0))
     assert casa.clusters().tolist() == [0, 1, 1]
 

@@ -27,7 +27,7 @@ from polytempo.core.bank import FloatArray, ModelBank
 from polytempo.core.errors import Refused
 from polytempo.core.masks import unpack
 from polytempo.core.messages import Staleness, Update
-from polytempo.core.strategy import STRATEGIES, Context
+from polytempo.core.strategy import STRATEGIES, Context, IntArray
 from polytempo.core.task import Task
 from polytempo.strategies.clustered import Clustered, unknown
 from polytempo.strategies.history import cosine
@@ -74,6 +74,9 @@ class CASA(Clustered):
     (none: as many as there are clients). `reference`: what is compared: what training has changed
     in the model that the client was handed ("update"), the models as they are ("model", the paper's
     formula) or their displacement from the common initial model ("displacement").
+    `clock`: what staleness counts: all arrivals ("rounds", as the paper is read here) or those of
+    the client's own cluster ("cluster"), which is the measure of `r_c = |C| (2 - Omega)`: by the
+    other, nearly all updates are late once there are small clusters.
     `founders`: who has not uploaded by the arrival number `founders` times n is not waited for: it
     leaves the first cluster, and is a newcomer when it does upload (Eq. 15).
     `clustering`, `bilevel`: the components of the ablation, each a switch; without the latter all
@@ -92,7 +95,7 @@ class CASA(Clustered):
     paper: ClassVar[str] = "Liu et al. 2024"
     state: ClassVar[tuple[str, ...]] = (
         *Clustered.state,
-        *("t", "seen", "started", "received", "alike", "buffer"),
+        *("t", "seen", "started", "begun", "folded", "received", "alike", "buffer"),
     )
 
     alpha_0: Annotated[float, Field(gt=0, le=2)] = 2.0
@@ -100,6 +103,7 @@ class CASA(Clustered):
     gamma: Annotated[float, Field(gt=0)] = 0.15
     budget: Annotated[int, Field(ge=1)] | None = None
     reference: Literal["update", "model", "displacement"] = "update"
+    clock: Literal["rounds", "cluster"] = "rounds"
     founders: Annotated[float, Field(gt=0)] = 10.0
     clustering: bool = True
     bilevel: bool = True
@@ -112,6 +116,9 @@ class CASA(Clustered):
         self.seen = np.zeros(n, dtype=np.bool_)
         # Round at which who is in training received its model; -1: it is not in training.
         self.started = np.full(n, -1)
+        # What its cluster had folded by then; -1: it was in none, or is in none any more.
+        self.begun = np.full(n, -1)
+        self.folded = [0]  # updates, by cluster, those before it was split off included
         self.received: dict[str, Tensor] = {}  # and that model, if updates are compared
         self.alike = unknown(n)  # A
         stored = (self.budget or n) if self.clustering else 0
@@ -135,6 +142,8 @@ class CASA(Clustered):
         """Nothing is sent along; but this is asked once for each dispatch, so that who started
         when, and from what, is noted."""
         self.started[client] = self.t
+        number = int(self.cluster[client])
+        self.begun[client] = self.folded[number] if number >= 0 else -1
         if self.clustering and self.reference == "update":
             self.received[str(client)] = self.model_for(client)
 
@@ -148,22 +157,42 @@ class CASA(Clustered):
         super().left(client)
         self.started[client] = GONE
 
+    def split(self, number: int, parts: IntArray) -> None:
+        super().split(number, parts)
+        self.folded += [self.folded[number]] * (len(self.models) - len(self.folded))
+
+    def leave_cluster(self, clients: IntArray) -> None:
+        """They are in none from now on, until their next upload."""
+        self.cluster[clients] = self.begun[clients] = -1
+
+    def ages(self, rounds: FloatArray) -> FloatArray:
+        """tau of every client, whose models are that many rounds old; of those whose cluster is not
+        the one that they began in, nothing else is known."""
+        if self.clock == "rounds":
+            return rounds
+        folded = np.array(self.folded)[self.cluster]
+        return np.where(self.begun >= 0, folded - self.begun, rounds)
+
+    def age(self, client: int, rounds: int) -> int:
+        return int(self.ages(np.full(self.context.clients, rounds))[client])
+
     def staleness(self) -> FloatArray:
         """tau of every client at this arrival; 0 for those that are not in training."""
         now = self.t - 1  # updates folded before this one
-        return np.where(self.started < 0, 0, now - self.started)
+        return np.where(self.started < 0, 0, self.ages(now - self.started))
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        i = update.client
+        i, tau = update.client, self.age(update.client, staleness.rounds)
         self.t += 1
         self.started[i] = -1
         if self.clustering:
             seen = self.likeness(update)
             self.compare(update, seen)
             self.cut(int(self.cluster[i]))
-            self.store(i, seen, staleness.rounds)
+            self.store(i, seen, tau)
         number = int(self.cluster[i])
-        alpha = self.decays(len(self.members(number)), staleness.rounds)[2]
+        self.folded[number] += 1
+        alpha = self.decays(len(self.members(number)), tau)[2]
         self.change(number, self.mixed(self.models[number], update, float(alpha)))  # Eq. 9
         return True
 
@@ -184,7 +213,7 @@ class CASA(Clustered):
         self.seen[i] = True
         if self.t > self.founders * self.context.clients:
             awaited = np.flatnonzero((self.cluster == 0) & ~self.seen)
-            self.cluster[awaited] = -1
+            self.leave_cluster(awaited)
             for client in awaited[self.started[awaited] < 0]:
                 self.buffer.clear(client)
         if self.cluster[i] < 0:
@@ -222,7 +251,7 @@ class CASA(Clustered):
         found = spectrum(alike)
         alpha_c = self.decays(len(members), 0)[0]
         if found.parts > 1 and float(alpha_c) < found.gap**self.gamma:
-            self.cluster[missing] = -1
+            self.leave_cluster(missing)
             self.split(number, groups(found))
             reader, author = self.cluster[:, None], self.cluster
             self.buffer.keep((author >= 0) & ((reader == author) | (reader < 0)))
@@ -294,7 +323,7 @@ class CASAPlus(CASA):
                 f"client {update.client} sent a mask of {list(bits.shape)} {bits.dtype}, expected "
                 f"a bit for each of {len(update.vector)} parameters, in bytes"
             )
-        self.late[update.client] = staleness.rounds
+        self.late[update.client] = self.age(update.client, staleness.rounds)
         return super().fold(update, staleness)
 
     def mixed(self, model: Tensor, update: Update, alpha: float) -> Tensor:
