@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
@@ -22,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from polytempo.cli_peers import register as register_peers
+from polytempo.cli_settings import Config, Json, with_settings
 from polytempo.cli_tables import about_run, bench_tables
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.registry import Options
@@ -103,69 +102,7 @@ def _complain(what: str) -> None:
     notes.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True, highlight=False)
 
 
-# -- settings as options: declared in RunConfig alone ---------------------------------------------
-
-
-def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for these settings of a run, passed on as the mapping `settings`."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters
-        mine = [p for name, p in own.items() if name != "settings"]
-        options = [_option(name) for name in names]
-
-        def wrapper(**given: Any) -> None:
-            settings = {name: given.pop(name) for name in names}
-            command(settings={k: v for k, v in settings.items() if v is not None}, **given)
-
-        signature = inspect.Signature([*mine, *options])
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-        wrapper.__doc__ = command.__doc__
-        wrapper.__name__ = command.__name__
-        return wrapper
-
-    return decorate
-
-
-def _option(name: str) -> inspect.Parameter:
-    field = RunConfig.model_fields[name]
-    kind = _plain(field.annotation)
-    flag = "--" + name.replace("_", "-")
-    if kind is bool:
-        flag += "/--no-" + name.replace("_", "-")
-    default = "" if field.default is None or field.default is False else f" \\[{field.default}]"
-    metavar = "" if kind is bool else None
-    option = typer.Option(
-        flag, help=f"{field.description}{default}", show_default=False, metavar=metavar
-    )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
-
-
-def _plain(annotation: Any) -> type:
-    """The type that the command line reads: bool, int, float, else text."""
-    found = list(typing.get_args(annotation)) or [annotation]
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        found = [typing.get_args(a)[0] if typing.get_origin(a) is Annotated else a for a in found]
-    for kind in (bool, int, float):
-        if kind in found:
-            return kind
-    return str
-
-
 # -- commands -------------------------------------------------------------------------------------
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON for machines, nothing else.", metavar="")
-]
-Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file with settings; options win.")
-]
 
 
 @app.command("run")
@@ -499,7 +436,7 @@ def bench_command(
         _show_bench(found)
 
 
-register_peers(app, with_settings, output, notes)
+register_peers(app, output, notes)
 
 
 # -- showing --------------------------------------------------------------------------------------

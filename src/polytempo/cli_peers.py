@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from polytempo.cli_settings import Config, Json, with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.peer import EXCHANGE_SECONDS, PEER_SETTINGS, SAVE_ROUNDS
@@ -23,13 +23,6 @@ from polytempo.experiments.result import percent
 from polytempo.experiments.run import interruptible
 from polytempo.network.session import Address, Certificates, require_network
 
-Settings = Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON for machines, nothing else.", metavar="")
-]
-Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file with settings; options win.")
-]
 P2POptions = Annotated[
     str | None,
     typer.Option(
@@ -46,7 +39,7 @@ ExchangeTimeout = Annotated[
 ]
 
 
-def register(app: typer.Typer, with_settings: Settings, output: Console, notes: Console) -> None:
+def register(app: typer.Typer, output: Console, notes: Console) -> None:
     """Add the commands to the application."""
 
     @app.command("peer")
