@@ -38,7 +38,7 @@ chaos: $(READY)
 	$(BIN)/python tests/network/chaos.py
 
 explore: $(READY)
-	$(BIN)/python tests/peers/explorer.py
+	$(BIN)/python tests/nodes/explorer.py
 
 clean:
 	rm -rf $(VENV) runs/demo

@@ -9,6 +9,7 @@ bytes, the staleness and, bit for bit, the final model of every client. Bits dep
 record and compare on the same one.
 """
 
+# ruff: noqa: T201  (it speaks to whoever runs it)
 from __future__ import annotations
 
 import hashlib
@@ -145,7 +146,7 @@ def main() -> None:
     with ProcessPoolExecutor(2, mp.get_context("spawn")) as pool:
         for number, (name, digest) in enumerate(pool.map(_safely, wanted.items()), start=1):
             found[name] = digest
-            print(f"\r{number}/{len(wanted)}", end="", file=sys.stderr)
+            print(f"\r{number}/{len(wanted)} ", end="", file=sys.stderr)
     print(file=sys.stderr)
     if command == "record":
         Path(path).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

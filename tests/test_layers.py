@@ -6,22 +6,26 @@ from pathlib import Path
 import polytempo
 
 ROOT = Path(polytempo.__file__).parent
-# What each package may import, besides itself. `polytempo/__init__.py` and the command see all.
+# What each package may import, besides itself. `polytempo/__init__.py` sees all.
 ALLOWED = {
     "core": set(),
     "data": {"core"},
     "models": {"core"},
-    "local": {"core", "data"},
-    "peers": {"core"},
-    "strategies": {"core", "peers"},
-    "simulation": {"core", "data", "models", "local", "strategies", "peers"},
+    "training": {"core", "data"},
+    "nodes": {"core"},
+    "strategies": {"core", "nodes"},
+    "simulation": {"core", "data", "models", "training", "strategies", "nodes"},
     "report": {"core"},
     "experiments": {
-        *("core", "data", "models", "local", "strategies", "simulation", "report", "storage"),
+        *("core", "data", "models", "training", "strategies", "simulation", "report", "storage"),
         *("network",),
     },
-    "network": {"core", "local", "peers", "storage"},
-    "bench": {"core", "data", "models", "local", "strategies", "simulation", "network", "peers"},
+    "network": {"core", "training", "nodes", "storage"},
+    "bench": {"core", "data", "models", "training", "strategies", "simulation", "network", "nodes"},
+    "cli": {
+        *("core", "data", "models", "training", "nodes", "strategies", "simulation", "network"),
+        *("report", "experiments", "bench"),
+    },
 }
 NO_IO = {"socket", "time", "threading", "random", "asyncio", "subprocess", "requests", "datetime"}
 
@@ -58,9 +62,9 @@ def test_imports_go_downwards_only():
     assert not wrong
 
 
-def test_core_strategies_and_peers_do_no_io_and_read_no_clock():
+def test_core_strategies_and_nodes_do_no_io_and_read_no_clock():
     wrong = []
-    for package in ("core", "strategies", "peers"):
+    for package in ("core", "strategies", "nodes"):
         for path in (ROOT / package).rglob("*.py"):
             for module in imports(path):
                 if module.split(".")[0] in NO_IO:
@@ -68,8 +72,8 @@ def test_core_strategies_and_peers_do_no_io_and_read_no_clock():
     assert not wrong
 
 
-def test_strategies_and_peers_draw_no_global_random_numbers():
-    for package in ("core", "strategies", "peers"):
+def test_strategies_and_nodes_draw_no_global_random_numbers():
+    for package in ("core", "strategies", "nodes"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text(encoding="utf8")
             for call in ("torch.rand", "torch.manual_seed", "np.random.rand", "np.random.seed"):

@@ -24,10 +24,10 @@ from polytempo.cli import app
 from polytempo.core.messages import Staleness, Update
 from polytempo.core.strategy import Context
 from polytempo.core.task import Task
-from polytempo.local.training import Trainer
 from polytempo.models import Inputs, build
 from polytempo.strategies import STRATEGIES
 from polytempo.strategies.splitting import spectrum as whole
+from polytempo.training.solvers.autograd import AutogradSolver
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_plain_training_descends_as_ours_does(federation):
     """The orders of the samples differ, the loss that is reached hardly."""
     torch.manual_seed(0)
     plain = PlainLoop(nn.Linear(12, 10), federation, lr=0.05)
-    trainer = Trainer(nn.Linear(12, 10), federation, 0)
+    trainer = AutogradSolver(nn.Linear(12, 10), federation, 0)
     before = trainer.evaluate(plain.initial, [0])[0].loss
     after = trainer.evaluate(plain.train(0), [0])[0].loss
     assert after < 0.8 * before

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import STRATEGIES, Federation, Strategy, Task
-from polytempo.local import Backend, Job, Score, Trainer, make_backend
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave
@@ -30,6 +29,7 @@ from polytempo.strategies import (
     FedSaCPACE,
     Standalone,
 )
+from polytempo.training import AutogradSolver, Backend, Job, Score, make_backend
 
 TASK = Task(epochs=1, batch_size=3, lr=0.05)
 ROUNDS = 14
@@ -277,7 +277,7 @@ class Eager:
 
     workers = 100
 
-    def __init__(self, solver: Trainer) -> None:
+    def __init__(self, solver: AutogradSolver) -> None:
         self.solver = solver
         self.jobs: list[Job] = []
         self.answers: list[tuple[int, list]] = []
@@ -301,7 +301,7 @@ class Eager:
 
 def eager_run(fed: Federation, name: str) -> tuple[Run, list[Job]]:
     """The run, and the jobs that were trained for it."""
-    solver = Trainer(module(), fed, 0)
+    solver = AutogradSolver(module(), fed, 0)
     pools: list[Eager] = []
 
     def start() -> Eager:
@@ -379,7 +379,7 @@ def test_workers_train_ahead_in_the_order_in_which_updates_are_due(small):
     class Single(Eager):
         workers = 1
 
-    solver = Trainer(module(), small, 0)
+    solver = AutogradSolver(module(), small, 0)
     pools: list[Single] = []
 
     def start() -> Single:
@@ -407,7 +407,7 @@ class Watched(Backend):
     """Remembers which clients were looked at."""
 
     def __init__(self, fed: Federation) -> None:
-        super().__init__(Trainer(module(), fed, 0))
+        super().__init__(AutogradSolver(module(), fed, 0))
         self.looked: list[list[int]] = []
 
     def evaluate(self, models) -> list[list[Score]]:
@@ -452,7 +452,7 @@ def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, n
     simulation = simulator(
         small, world, backend_of(small, "serial"), adapt_epochs=0, eval_every=1, task=TASK
     )
-    fresh, seen = Trainer(module(), small, 0), []
+    fresh, seen = AutogradSolver(module(), small, 0), []
 
     def compare(event: dict) -> None:
         if event["event"] == "evaluate":

@@ -12,7 +12,6 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Update
 from polytempo.core.errors import Diverged
-from polytempo.local import Backend, Job, Trainer
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
@@ -27,6 +26,7 @@ from polytempo.strategies import (
     Standalone,
 )
 from polytempo.strategies.gradients import GradientStrategy
+from polytempo.training import AutogradSolver, Backend, Job
 
 TASK = Task(epochs=2, batch_size=4, lr=0.05)
 
@@ -41,7 +41,7 @@ class Recorder(Backend):
     """Trains in this process and remembers what was asked of it."""
 
     def __init__(self, fed: Federation, seed: int = 0) -> None:
-        super().__init__(Trainer(module(), fed, seed))
+        super().__init__(AutogradSolver(module(), fed, seed))
         self.jobs: list[Job] = []
 
     def carry_out(self, job):
@@ -187,7 +187,7 @@ def test_a_result_is_what_its_job_says_whenever_it_is_trained(small):
     fold = simulator.strategy.fold
     simulator.strategy.fold = lambda u, s: (uploads.append(u.vector.clone()), fold(u, s))[1]
     simulator.run(60)
-    trainer = Trainer(module(), small, 0)
+    trainer = AutogradSolver(module(), small, 0)
     again = [trainer.train(job) for job in reversed(recorder.jobs)][::-1]
     assert any(job.first_step for job in recorder.jobs)
     for vector, repeat in zip(uploads, again, strict=True):
@@ -646,7 +646,7 @@ def test_adapted_accuracy_is_that_of_a_locally_trained_copy(small):
     simulator, _ = make(small, FedAsync(), adapt_epochs=3, eval_every=10)
     simulator.run(20)
     before = [simulator.strategy.model_for(client).clone() for client in range(8)]
-    trainer, each = Trainer(module(), small, 0), []
+    trainer, each = AutogradSolver(module(), small, 0), []
     for client, model in enumerate(before):
         task = replace(TASK, epochs=3)
         job = Job(client, model, task, ("adapt", client, "round", 20))

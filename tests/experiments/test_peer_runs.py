@@ -6,7 +6,7 @@ import json
 import pytest
 
 from polytempo import Federation, PolytempoError, simulate
-from polytempo.experiments.published import load_experiment
+from polytempo.experiments.paper_specs import load_experiment
 
 TINY = (
     *("--data", "digits", "--limit", 200, "--clients", 4, "--model", "linear"),

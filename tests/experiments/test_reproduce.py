@@ -17,7 +17,7 @@ from polytempo.data import available
 from polytempo.experiments import compare, published, result, run
 from polytempo.experiments.config import read_config
 from polytempo.experiments.paper_report import _spelled
-from polytempo.experiments.published import experiments, load_experiment
+from polytempo.experiments.paper_specs import experiments, load_experiment
 from polytempo.models import MODELS
 
 PACKAGE = Path(polytempo.__file__).parent

@@ -11,7 +11,7 @@ from polytempo.core.parameters import ParameterSpace
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import Wire
-from polytempo.peers import DECISIONS, Peer
+from polytempo.nodes import DECISIONS, Peer
 
 
 @dataclass

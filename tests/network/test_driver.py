@@ -9,11 +9,11 @@ from torch import nn
 
 from polytempo.core.parameters import ParameterSpace
 from polytempo.core.task import Task
-from polytempo.local import Learner, Schedule
-from polytempo.network.driver import Driver, Plan
+from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.session import Address
-from polytempo.peers import DECISIONS, FUSIONS
+from polytempo.nodes import DECISIONS, FUSIONS
+from polytempo.training import Learner, Schedule
 
 
 def driver(folder, name, address, target=60, decision="never", watch=lambda event: None, **plan):
@@ -24,7 +24,7 @@ def driver(folder, name, address, target=60, decision="never", watch=lambda even
     learner = Learner(
         space, x, y, peer=0, task=Task(batch_size=8, lr=0.1), schedule=Schedule(target), seed=1
     )
-    chosen = Plan(
+    chosen = PeerPlan(
         run="test",
         peers=2,
         decision=DECISIONS.create(decision),

@@ -8,7 +8,7 @@ from nearby import wait_until
 
 from polytempo.core.errors import PolytempoError
 from polytempo.network.wire import Wire
-from polytempo.peers import FUSIONS, Exchanging, Granted, Idle, Pending, Snapshot, Token
+from polytempo.nodes import FUSIONS, Exchanging, Granted, Idle, Pending, Snapshot, Token
 
 
 def of(link, kind):

@@ -13,7 +13,7 @@ from torch import nn
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.parameters import ParameterSpace
 from polytempo.network.wire import MOST_HEADER, Wire, check_name
-from polytempo.peers import Identity, Pending, Snapshot, Token
+from polytempo.nodes import Identity, Pending, Snapshot, Token
 
 WIRE = Wire("test", ParameterSpace(nn.Linear(11, 1)))
 ANN, TICKET = Identity("ann", 3), Token("bob", 5, 7)

@@ -10,11 +10,11 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.parameters import ParameterSpace
 from polytempo.core.rng import rng
 from polytempo.core.task import Task
-from polytempo.local import Backend, Outcome, Score
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
+from polytempo.training import Backend, Outcome, Score
 
 CLIENTS, SIZE = 6, 4
 CENTRES = torch.from_numpy(np.random.default_rng(0).normal(size=(CLIENTS, SIZE))).float()

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo.local import Score
 from polytempo.simulation.metrics import convergence_time, final_accuracy, over_clients, time_to
+from polytempo.training import Score
 
 
 def history(*accuracies: float) -> list[dict]:

@@ -7,13 +7,13 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Task
 from polytempo.core.parameters import ParameterSpace
-from polytempo.local import Learner, Schedule
 from polytempo.simulation import PeerSimulator, restore, snapshot
 from polytempo.simulation.checks import InvariantError, PeerChecker
 from polytempo.simulation.devices import Equal, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
+from polytempo.training import Learner, Schedule
 
 TASK = Task(batch_size=8, lr=0.05, weight_decay=5e-4)
 

@@ -9,10 +9,10 @@ import torch
 from linear_model import gradient
 from torch import nn
 
-from polytempo.local import Job
-from polytempo.local.training import batches
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
+from polytempo.training import Job
+from polytempo.training.solvers.autograd import batches
 
 
 class Arrival(NamedTuple):

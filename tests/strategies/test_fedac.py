@@ -11,13 +11,13 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
-from polytempo.local import Job
-from polytempo.local.training import batches
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
 from polytempo.strategies import FedAC
 from polytempo.strategies.fedac import effective_steps
+from polytempo.training import Job
+from polytempo.training.solvers.autograd import batches
 
 INITIAL = torch.tensor([1.0, -2.0], dtype=torch.float64)
 PLAIN = Task(epochs=2, batch_size=5, lr=0.1, momentum=0.0, weight_decay=0.0)

@@ -11,12 +11,12 @@ from torch import nn
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
 from polytempo.core.rng import rng
 from polytempo.core.task import Plain, Proximal, Pull
-from polytempo.local import Job, Trainer
-from polytempo.local.training import batches
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
 from polytempo.strategies import PACE, STRATEGIES, Attention, FedAMP, FedAMPAsync, Standalone
+from polytempo.training import AutogradSolver, Job
+from polytempo.training.solvers.autograd import batches
 
 INITIAL = torch.tensor([0.3, -0.2, 0.5, 0.1, 0.7], dtype=torch.float64)
 SAMPLES = (10, 30, 60, 20, 40)
@@ -185,7 +185,7 @@ def trained_by_autograd(fed, client, start, anchor, lam, task, stream):
 @pytest.mark.parametrize("lam", [0.0, 0.3, 1.0])
 def test_the_penalty_has_a_gradient(form, lam, small):
     task = Task(epochs=2, batch_size=6, lr=0.05)
-    trainer = Trainer(network(), small, seed=4)
+    trainer = AutogradSolver(network(), small, seed=4)
     initial = trainer.space.read()
     strategy = FORMS[form](lam=lam)
     server = Server(strategy, Context(initial, small.samples, task, 0))

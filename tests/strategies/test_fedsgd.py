@@ -7,11 +7,11 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Task
-from polytempo.local import Job
-from polytempo.local.training import batches
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.strategies import STRATEGIES, FedAvg, FedSGD
+from polytempo.training import Job
+from polytempo.training.solvers.autograd import batches
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -8,10 +8,10 @@ from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
 from polytempo.core.errors import Refused
-from polytempo.local import Job, make_backend
-from polytempo.local.training import Trainer
 from polytempo.simulation import Simulator
 from polytempo.strategies import IFCA, IFCAAsync
+from polytempo.training import Job, make_backend
+from polytempo.training.solvers.autograd import AutogradSolver
 
 TENSORS = [12, 4]
 
@@ -98,7 +98,7 @@ def jobs(small, task, clients=range(8)):
 
 def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small):
     task = Task(steps=1, batch_size=1000, lr=0.1, momentum=0, weight_decay=0, choose=3)
-    trainer = Trainer(nn.Linear(12, 4), small, seed=0)
+    trainer = AutogradSolver(nn.Linear(12, 4), small, seed=0)
     chosen = set()
     for job in jobs(small, task):
         x = small.prepare(small.x[small.train[job.client]]).double().numpy()
@@ -118,7 +118,7 @@ def test_all_backends_choose_alike(small, name, workers):
     task = Task(epochs=2, batch_size=8, choose=3)
     with torch.random.fork_rng(devices=[]):
         module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
-        plain = Trainer(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), small, seed=0)
+        plain = AutogradSolver(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), small, seed=0)
     with make_backend(module, small, 0, name=name, workers=workers) as backend:
         asked = jobs(small, task)
         for job in asked:

@@ -9,11 +9,11 @@ from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
 from polytempo.core.messages import Dispatch, InFlight, Stop
-from polytempo.local import Backend, Trainer
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Devices
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import PORT
+from polytempo.training import AutogradSolver, Backend
 
 INITIAL = torch.tensor([1.0, -2.0, 0.5])
 
@@ -266,7 +266,7 @@ class Scripted(Devices):
 
 class Recorder(Backend):
     def __init__(self, module, fed) -> None:
-        super().__init__(Trainer(module, fed, seed=0))
+        super().__init__(AutogradSolver(module, fed, seed=0))
         self.jobs, self.vectors = [], []
 
     def carry_out(self, job):

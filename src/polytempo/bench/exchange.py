@@ -19,7 +19,7 @@ from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.link import Link
 from polytempo.network.session import Address, Certificates, free_ports
 from polytempo.network.wire import Wire
-from polytempo.peers import DECISIONS, Peer, Snapshot
+from polytempo.nodes import DECISIONS, Peer, Snapshot
 
 PARAMETERS = (62_006, 325_000, 11_250_000)  # 0.25, 1.3 and 45 MB: LeNet, a CNN, ResNet-18
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from polytempo.local.processes import cores
+from polytempo.training.executors.processes import cores
 
 
 def machine() -> dict[str, Any]:

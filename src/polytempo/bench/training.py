@@ -14,10 +14,10 @@ from polytempo.bench.machine import gemm_gflops, seconds
 from polytempo.bench.plain import PlainFedAsync, PlainLoop
 from polytempo.core.task import Task
 from polytempo.data import Federation
-from polytempo.local import make_backend
 from polytempo.models import Inputs, build
 from polytempo.simulation import Simulator
 from polytempo.strategies import STRATEGIES
+from polytempo.training import make_backend
 
 # Ours, without a pull, and the plain loop that does the same arithmetic.
 STRATEGIES_AND_LOOPS: dict[str, tuple[str, type[PlainLoop]]] = {

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from polytempo.core.rng import rng
-from polytempo.data.divide import (
+from polytempo.data.assemble import (
     apply_shift,
     moments,
     order_clients,

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Options
-from polytempo.data import strips
+from polytempo.data import webp
 from polytempo.data.cache import cached
 from polytempo.data.partition import Array
 from polytempo.data.pool import Pool, labels
@@ -37,7 +37,7 @@ def _images(name: str, parts: Sequence[tuple[Path, str]], classes: int) -> tuple
         decoded = []
         for path, split in parts:
             with reading(path), np.load(path, allow_pickle=False) as archive:
-                decoded.append(strips.decode(archive, split))
+                decoded.append(webp.decode(archive, split))
         return np.concatenate(decoded)
 
     x = cached(name, list(dict.fromkeys(path for path, _ in parts)), len(y), build)

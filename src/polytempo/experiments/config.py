@@ -21,10 +21,10 @@ from polytempo.core.registry import Registry
 from polytempo.core.strategy import Refill
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS
-from polytempo.local import BackendName
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.storage import mapped
 from polytempo.strategies import STRATEGIES
+from polytempo.training import BackendName
 
 Spec = str | dict[str, Any]
 _REGISTRIES: dict[str, Registry[Any]] = {

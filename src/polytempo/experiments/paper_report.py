@@ -10,7 +10,7 @@ import numpy as np
 
 from polytempo.experiments import result
 from polytempo.experiments.compare import PLOTS, slug
-from polytempo.experiments.published import FIGURES, QUICK, Experiment, filled
+from polytempo.experiments.paper_specs import FIGURES, QUICK, Experiment, filled
 from polytempo.experiments.reproduce import (
     Place,
     Results,

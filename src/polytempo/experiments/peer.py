@@ -18,14 +18,14 @@ from polytempo.core.strategy import Context
 from polytempo.experiments.config import FEDERATION, RunConfig, write_config
 from polytempo.experiments.result import write_table
 from polytempo.experiments.run import load_federation
-from polytempo.local import Learner, Schedule
 from polytempo.models import Inputs, build
-from polytempo.network.driver import Driver, Plan
+from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.session import Address
 from polytempo.network.wire import check_name
 from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
+from polytempo.training import Learner, Schedule
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
@@ -107,7 +107,7 @@ def run_peer(
         ]
         return sum(score.correct for score in scores) / sum(score.total for score in scores)
 
-    plan = Plan(
+    plan = PeerPlan(
         run=run,
         peers=clients,
         decision=strategy.decision,

@@ -29,7 +29,7 @@ from polytempo.experiments.compare import (
     spread,
 )
 from polytempo.experiments.config import EXECUTION, read_config
-from polytempo.experiments.published import FIGURES, Choice, Experiment, spelled
+from polytempo.experiments.paper_specs import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.result import RunResult, read_result
 from polytempo.experiments.run import Attach, LastFederation, holds_run
 

@@ -17,7 +17,6 @@ import numpy as np
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
-from polytempo.local.memory import peak_memory
 from polytempo.report import (
     Curve,
     Line,
@@ -33,6 +32,7 @@ from polytempo.report import (
 from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
 from polytempo.storage import replace_text
+from polytempo.training.footprint import peak_memory
 
 GRAPH_CLIENTS = (
     2_000  # the graph of more clients is not drawn: it is dense, and nobody could see it

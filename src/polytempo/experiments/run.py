@@ -25,13 +25,13 @@ from polytempo.experiments.config import (
     write_config,
 )
 from polytempo.experiments.result import RunResult, summarise, write_result
-from polytempo.local import make_backend
-from polytempo.local.memory import peak_memory
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Engine, PeerSimulator, Simulator, restore, snapshot
 from polytempo.simulation.engine import Observer, World
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import P2P, STRATEGIES
+from polytempo.training import make_backend
+from polytempo.training.footprint import peak_memory
 
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
-from polytempo.local import Learner
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import Wire, check_name
-from polytempo.peers import Decision, FusionRule, Peer, Snapshot
+from polytempo.nodes import Decision, FusionRule, Peer, Snapshot
+from polytempo.training import Learner
 
 
 @dataclass(frozen=True)
-class Plan:
+class PeerPlan:
     """How a peer takes part in a run."""
 
     run: str
@@ -52,7 +52,7 @@ class Driver:
     def __init__(
         self,
         learner: Learner,
-        plan: Plan,
+        plan: PeerPlan,
         address: Address,
         folder: Folder,
         evaluate: Callable[[Learner], float],

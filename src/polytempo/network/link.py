@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.network.session import Address, open_session
 from polytempo.network.wire import MOST_HEADER, Message, Wire
-from polytempo.peers import (
+from polytempo.nodes import (
     Action,
     Announce,
     Claim,

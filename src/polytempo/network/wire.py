@@ -28,7 +28,7 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.parameters import ParameterSpace
-from polytempo.peers import Identity, Snapshot, Token
+from polytempo.nodes import Identity, Snapshot, Token
 
 MOST_HEADER = 2_048  # bytes
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"

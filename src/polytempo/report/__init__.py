@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polytempo.report.beside import Bar, plot_bars, plot_tradeoff
+from polytempo.report.bars import Bar, plot_bars, plot_tradeoff
 from polytempo.report.clusters import plot_clusters, plot_similarity
 from polytempo.report.curves import Curve, Line, plot_accuracy
 from polytempo.report.diagnosis import plot_diagnosis

@@ -11,8 +11,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch
 from polytempo.core.strategy import State
 from polytempo.core.task import Task
-from polytempo.local import Job
-from polytempo.peers import (
+from polytempo.nodes import (
     Claiming,
     Exchanging,
     Fusion,
@@ -27,6 +26,7 @@ from polytempo.peers import (
 from polytempo.simulation.engine import Engine
 from polytempo.simulation.peers import PeerSimulator, Post
 from polytempo.simulation.simulator import Flight, Simulator
+from polytempo.training import Job
 
 FORMAT = 4
 _TASKS = TypeAdapter(Task)

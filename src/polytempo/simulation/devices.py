@@ -74,7 +74,7 @@ class Severe(TwoSpeed):
 
 
 @DEVICES.register("uniform")
-class Uniform(Devices):
+class UniformSpeed(Devices):
     """Factors uniform between `low` and `high` (CASA's scenario A)."""
 
     low: Positive = 1.0
@@ -93,7 +93,7 @@ class CasaDefault(TwoSpeed):
 
 
 @DEVICES.register("casa-a")
-class CasaA(Uniform):
+class CasaA(UniformSpeed):
     """CASA's scenario A: factors uniform between 1 and 5."""
 
 

@@ -38,8 +38,8 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import InFlight, Staleness, Update
 from polytempo.core.strategy import State, Strategy
 from polytempo.core.task import Plain
-from polytempo.local import Job
 from polytempo.strategies.fedac import effective_steps
+from polytempo.training import Job
 
 if TYPE_CHECKING:
     from polytempo.simulation.simulator import Simulator

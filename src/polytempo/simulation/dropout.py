@@ -54,7 +54,7 @@ DROPOUTS: Registry[Dropout] = Registry("dropout model", Dropout)
 
 
 @DROPOUTS.register("none")
-class Never(Dropout):
+class NoDropout(Dropout):
     """Everybody is always there and nothing is lost."""
 
 

@@ -26,12 +26,12 @@ from polytempo.core.parameters import BufferPolicy
 from polytempo.core.strategy import Context, Refill, Strategy
 from polytempo.core.task import Plain, Task
 from polytempo.data import Federation
-from polytempo.local import Backend, Job, Score, make_backend
 from polytempo.simulation.checks import Checker, PeerChecker
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.diagnosis import Diagnosis
-from polytempo.simulation.dropout import Dropout, Never, Timeline
+from polytempo.simulation.dropout import Dropout, NoDropout, Timeline
 from polytempo.simulation.metrics import models_sent, over_clients
+from polytempo.training import Backend, Job, Score, make_backend
 
 Observer = Callable[[dict[str, Any]], None]
 
@@ -89,7 +89,7 @@ class Engine:
             self.space.read(), federation.samples, task or Task(), seed, storage, tensors
         )
         self.devices = devices or TwoSpeed()
-        self.dropout = dropout or Never()
+        self.dropout = dropout or NoDropout()
         network = (network or Instant()) if strategy.communicates else Instant()
         self.factors = self.devices.factors(clients, seed)
         self.bandwidths = network.bandwidths(clients, seed)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import PolytempoError
-from polytempo.local import Score
+from polytempo.training import Score
 
 Row = Mapping[str, Any]
 LAST = 3  # evaluations that make up the final accuracy, and the window of smoothing

@@ -32,8 +32,7 @@ from torch import Tensor, nn
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.data import Federation
-from polytempo.local import Learner, Schedule, Score
-from polytempo.peers import (
+from polytempo.nodes import (
     Action,
     Announce,
     Claim,
@@ -48,6 +47,7 @@ from polytempo.peers import (
 from polytempo.simulation.checks import PeerChecker
 from polytempo.simulation.engine import Engine, World
 from polytempo.strategies.p2p import P2P
+from polytempo.training import Learner, Schedule, Score
 
 CHANGE, DELIVER, TIMEOUT, ROUND = 0, 1, 2, 3  # priorities at equal times
 CLAIM_SECONDS, EXCHANGE_SECONDS = 3.0, 20.0  # time-outs; the second beside what a model takes

@@ -41,13 +41,13 @@ from polytempo.core.rng import rng
 from polytempo.core.server import Server
 from polytempo.core.strategy import Refill, Strategy
 from polytempo.data import Federation
-from polytempo.local import Job, Score
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.clusters import Clusters
 from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import late
 from polytempo.simulation.engine import Engine, World
 from polytempo.simulation.metrics import over_clients
+from polytempo.training import Job, Score
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from polytempo.core.bank import FloatArray
 from polytempo.core.strategy import STRATEGIES, IntArray, Refill
-from polytempo.strategies.updates import ArrivalUpdates, CohortUpdates, Updates
+from polytempo.strategies.update_similarity import ArrivalUpdates, CohortUpdates, Updates
 
 Linkage = Literal["single", "complete"]
 

@@ -14,7 +14,7 @@ from polytempo.core.bank import FloatArray
 from polytempo.core.messages import Update
 from polytempo.core.strategy import STRATEGIES, Context, IntArray, Refill
 from polytempo.strategies.splitting import spectrum
-from polytempo.strategies.updates import ArrivalUpdates, CohortUpdates, Updates
+from polytempo.strategies.update_similarity import ArrivalUpdates, CohortUpdates, Updates
 
 
 class Incremental(Updates):

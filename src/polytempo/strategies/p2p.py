@@ -11,8 +11,8 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
-from polytempo.peers.decision import DECISIONS, Decision, Uniform
-from polytempo.peers.fusion import FUSIONS, FusionRule, ProgressWeighted
+from polytempo.nodes.decision import DECISIONS, AtRandom, Decision
+from polytempo.nodes.fusion import FUSIONS, FusionRule, ProgressWeighted
 
 
 @STRATEGIES.register("p2p")
@@ -49,7 +49,7 @@ class P2P(Strategy):
     all_slots: ClassVar[bool] = True
 
     decision: Annotated[Decision, BeforeValidator(DECISIONS.create)] = field(
-        default_factory=Uniform
+        default_factory=AtRandom
     )
     fusion: Annotated[FusionRule, BeforeValidator(FUSIONS.create)] = field(
         default_factory=ProgressWeighted

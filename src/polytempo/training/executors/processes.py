@@ -1,0 +1,214 @@
+"""Workers that are processes of this machine.
+
+They are forked, so they have the federation, the module and the solver without any copy: nothing is
+sent to them but the numbers that name a job. Models travel through rows of shared memory, in which
+the result replaces what was received. Only models to choose from, of which a job may bring any
+number, and what few tasks want beside the result go through the pipe.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from polytempo.core.errors import PolytempoError
+from polytempo.training.executors.executor import AHEAD
+from polytempo.training.footprint import peak_memory, private_memory
+from polytempo.training.solvers.autograd import Job, Outcome, Solver
+
+_NOTHING = torch.empty(0)
+
+
+class Processes:
+    """A pool of forked workers, each with one thread."""
+
+    def __init__(self, solver: Solver, workers: int) -> None:
+        if "fork" not in mp.get_all_start_methods():
+            raise PolytempoError(
+                "worker processes need a system that can fork; use --backend serial or ray"
+            )
+        self.workers = workers
+        self._size = solver.space.size
+        dtype = solver.space.vector.dtype
+        stride = -(-self._size // 16) * 16  # rows aligned alike: same sums, bit for bit
+        rows = 2 * workers * AHEAD * solver.group  # a model and an anchor for each job
+        shared = mmap.mmap(-1, max(1, rows * stride * dtype.itemsize))
+        self._rows = torch.frombuffer(shared, dtype=dtype).view(
+            workers, AHEAD, 2, solver.group, stride
+        )[..., : self._size]
+        self._sent = [0] * workers
+        self._pipes: list[Connection] = []
+        self._processes = []
+        context = mp.get_context("fork")
+        for worker in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(solver, theirs, self._rows[worker], [*self._pipes, ours]),
+                name=f"polytempo worker {worker}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def train(self, worker: int, jobs: Sequence[Job]) -> None:
+        if jobs[0].task.choose and len(jobs[0].task.extras) > 1:
+            raise PolytempoError(
+                "worker processes cannot send so much both ways at once: a task that has models to "
+                "choose from, and a basis or a mask, needs --backend serial"
+            )
+        place = self._place(worker)
+        models, anchors = self._rows[worker, place]
+        for job, model, anchor in zip(jobs, models, anchors, strict=False):
+            model.copy_(job.params)
+            if job.anchor is not None and job.anchor.ndim == 1:
+                anchor.copy_(job.anchor)
+        self._send(worker, ("train", place, [(_bare(job), _matrix(job)) for job in jobs]))
+
+    def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+        place = self._place(worker)
+        for (model, _), row in zip(models, self._rows[worker, place, 0], strict=False):
+            row.copy_(model)
+        self._send(worker, ("evaluate", place, [clients for _, clients in models]))
+
+    def receive(self) -> tuple[int, list[Any] | Exception]:
+        pipe = wait(self._pipes)[0]
+        assert isinstance(pipe, Connection)
+        worker = self._pipes.index(pipe)
+        place, answer = self._answer(worker)
+        if not isinstance(answer, bytes):
+            return worker, answer
+        rows, extras = self._rows[worker, place, 0], pickle.loads(answer)
+        return worker, [Outcome(row.clone(), more) for row, more in zip(rows, extras, strict=False)]
+
+    def peak_memory(self) -> float:
+        for worker in range(self.workers):
+            self._send(worker, ("memory", 0, None))
+        return float(sum(self._answer(worker)[1][0] for worker in range(self.workers)))
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()  # perhaps in the middle of something that nobody waits for
+            process.join()
+
+    def _place(self, worker: int) -> int:
+        """Where the models of the next request go: requests are answered in order, and there are
+        never more than `AHEAD`."""
+        self._sent[worker] += 1
+        return self._sent[worker] % AHEAD
+
+    def _send(self, worker: int, request: Any) -> None:
+        try:
+            self._pipes[worker].send(request)
+        except OSError:
+            self._died(worker)
+
+    def _answer(self, worker: int) -> tuple[int, Any]:
+        try:
+            place, answer = self._pipes[worker].recv()
+        except (EOFError, ConnectionResetError):
+            self._died(worker)
+        return place, answer
+
+    def _died(self, worker: int) -> NoReturn:
+        process = self._processes[worker]
+        process.join(timeout=5)
+        code = process.exitcode
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            how = f"signal {signal.Signals(-code).name}"
+        self.close()
+        raise PolytempoError(
+            f"worker process {worker} died ({how}): out of memory, or killed; "
+            "try fewer --workers, or --backend serial"
+        )
+
+
+def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connection]) -> None:
+    """What a worker does: answer requests until the other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for end in foreign:  # inherited ends would keep pipes open that others have closed
+        end.close()
+    torch.set_num_threads(1)
+    before = peak_memory(reset=True)
+    while True:
+        try:
+            kind, place, details = pipe.recv()
+        except (EOFError, OSError):
+            return
+        answer: Any = None
+        models, anchors = rows[place]
+        try:
+            if kind == "train":
+                jobs = [
+                    _whole(job, model, anchor, matrix)
+                    for (job, matrix), model, anchor in zip(details, models, anchors, strict=False)
+                ]
+                outcomes = solver.carry_out(jobs)
+                for row, outcome in zip(models, outcomes, strict=False):
+                    row.copy_(outcome.upload)
+                # as bytes: torch would send each tensor in a file of shared memory
+                answer = pickle.dumps([outcome.extras for outcome in outcomes])
+            elif kind == "evaluate":
+                answer = [
+                    solver.evaluate(row, clients)
+                    for row, clients in zip(models, details, strict=False)
+                ]
+            else:
+                answer = [max(0.0, peak_memory() - before, private_memory())]
+        except Exception as caught:  # goes to the parent, which raises it
+            answer = _portable(caught)
+        try:
+            pipe.send((place, answer))
+        except BrokenPipeError:
+            return  # nobody waits for it any more
+
+
+def _bare(job: Job) -> Job:
+    """The job without its vectors."""
+    return replace(job, params=_NOTHING, anchor=None if job.anchor is None else _NOTHING)
+
+
+def _matrix(job: Job) -> Any:
+    """The models to choose from, as bytes."""
+    if job.anchor is None or job.anchor.ndim == 1:
+        return None
+    return job.anchor.contiguous().view(torch.uint8).numpy()
+
+
+def _whole(job: Job, model: Tensor, anchor: Tensor, matrix: Any) -> Job:
+    """The job that `_bare` and `_matrix` were made of."""
+    if matrix is not None:
+        return replace(job, params=model, anchor=torch.from_numpy(matrix).view(model.dtype))
+    return replace(job, params=model, anchor=None if job.anchor is None else anchor)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error with its traceback as a note, in a form that can be sent."""
+    error.add_note("in a worker process:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__} {error}\n" + "\n".join(error.__notes__))
+    return error
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""How one job is computed: by autograd, or batched for fully connected layers."""

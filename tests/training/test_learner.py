@@ -1,0 +1,145 @@
+"""A learner trains as torch's own optimiser would, through fusions and interruptions."""
+
+import pytest
+import torch
+from torch import nn
+
+from polytempo import PolytempoError, Task
+from polytempo.core.errors import Diverged
+from polytempo.core.parameters import ParameterSpace
+from polytempo.core.rng import rng
+from polytempo.storage import load_state, save_state
+from polytempo.training import Learner, Schedule
+
+SEED = 3
+TASK = Task(batch_size=5, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def network(dropout: float = 0.0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [nn.Linear(12, 9), nn.Tanh(), nn.Dropout(dropout), nn.Linear(9, 4)]
+        return nn.Sequential(*layers).double()
+
+
+def learner(fed, peer=2, target=20, task=TASK, dropout=0.0, space=None, **schedule) -> Learner:
+    part = fed.train[peer]
+    return Learner(
+        space or ParameterSpace(network(dropout)),
+        fed.x[part],
+        fed.y[part],
+        peer=peer,
+        task=task,
+        schedule=Schedule(target, **schedule),
+        seed=SEED,
+        prepare=fed.prepare,
+    )
+
+
+def textbook(fed, peer, iterations, target, fusions=None):
+    """Torch's SGD and MultiStepLR, with `fusions`: iteration -> new weights."""
+    model = network()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimiser, [target // 2, target * 3 // 4])
+    x, y = fed.x[fed.train[peer]].double(), fed.y[fed.train[peer]]
+    rows = []
+    for epoch in range(20):
+        order = torch.from_numpy(rng(SEED, "peer", peer, "epoch", epoch).permutation(len(y)))
+        rows += list(order.split(5))
+    for step in range(iterations):
+        if fusions and step in fusions:
+            nn.utils.vector_to_parameters(fusions[step].clone(), model.parameters())
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[rows[step]]), y[rows[step]]).backward()
+        optimiser.step()
+        scheduler.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_it_trains_as_torch_does_with_a_stepped_learning_rate(small):
+    assert len(small.y[small.train[2]]) % 5 != 1  # no lone last sample: plain cuts of five
+    one = learner(small)
+    for count in (5, 5, 1, 6):
+        assert one.steps(count) == count
+    torch.testing.assert_close(one.params, textbook(small, 2, 17, 20))
+    assert (one.iteration, one.progress) == (17, 17 / 20)
+
+
+def test_a_fusion_replaces_the_weights_and_keeps_momentum_and_schedule(small):
+    other = textbook(small, 5, 3, 20)
+    one = learner(small)
+    one.steps(8)
+    one.fuse(other)
+    one.steps(8)
+    torch.testing.assert_close(one.params, textbook(small, 2, 16, 20, {8: other}))
+
+
+def test_the_target_ends_it(small):
+    one = learner(small, target=7)
+    assert [one.steps(5), one.finished, one.steps(5), one.finished] == [5, False, 2, True]
+    last = one.params.clone()
+    assert one.steps(5) == 0
+    assert torch.equal(one.params, last)
+    assert one.progress == 1
+
+
+def test_the_learning_rate_falls_at_shares_of_the_target():
+    schedule = Schedule(10, milestones=(0.3, 0.6, 0.8), gamma=0.5)
+    assert [schedule.factor(k) for k in range(10)] == [1] * 3 + [0.5] * 3 + [0.25] * 2 + [0.125] * 2
+    assert Schedule(10, milestones=()).factor(9) == 1
+
+
+def test_what_was_saved_goes_on_bit_for_bit(small, tmp_path):
+    whole = learner(small, dropout=0.5)
+    whole.steps(16)
+    half = learner(small, dropout=0.5)
+    half.steps(7)
+    save_state(tmp_path / "learner.safetensors", half.state_dict())
+    again = learner(small, dropout=0.5)
+    again.load_state_dict(load_state(tmp_path / "learner.safetensors"))
+    again.steps(9)
+    assert torch.equal(again.params, whole.params)
+    assert torch.equal(again.momentum, whole.momentum)
+    assert again.iteration == whole.iteration
+
+
+def test_learners_that_share_a_module_do_not_disturb_each_other(small):
+    space = ParameterSpace(network(0.5))
+    one, two = learner(small, 1, space=space), learner(small, 2, space=space)
+    alone = learner(small, 1, dropout=0.5)
+    for _ in range(3):
+        before = one.params
+        kept = before.clone()
+        one.steps(3)
+        two.steps(2)
+        alone.steps(3)
+        assert torch.equal(before, kept)  # a snapshot stays what it was
+    assert torch.equal(one.params, alone.params)
+
+
+def test_it_is_scored_by_counting(small):
+    one = learner(small)
+    one.steps(10)
+    x, y = small.x[small.test[2]], small.y[small.test[2]]
+    model = network()
+    nn.utils.vector_to_parameters(one.params, model.parameters())
+    logits = model(x.double()).detach()
+    score = one.evaluate(x, y)
+    assert score.correct == sum(
+        int(row.argmax()) == label for row, label in zip(logits, y.tolist(), strict=True)
+    )
+    assert score.total == len(y)
+    chances = logits.softmax(1)[range(len(y)), y]
+    assert score.loss == pytest.approx(float(-chances.log().sum()))
+
+
+def test_divergence_and_strange_models_are_named(small):
+    wild = learner(small, task=Task(batch_size=5, lr=1e200))
+    with pytest.raises(Diverged, match=r"peer 2: .* after iteration 5; lower the learning rate"):
+        wild.steps(5)
+    with pytest.raises(PolytempoError, match="157 numbers and was given one of 3"):
+        learner(small).fuse(torch.zeros(3))
+    with pytest.raises(PolytempoError, match="peer 0 has no sample"):
+        nothing = torch.zeros(0)
+        space = ParameterSpace(network())
+        Learner(space, nothing, nothing, peer=0, task=TASK, schedule=Schedule(1), seed=0)

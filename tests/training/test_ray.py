@@ -1,0 +1,246 @@
+"""Training on a Ray cluster: two nodes, both on this machine, that talk over 127.0.0.1 alone."""
+
+import pickle
+import signal
+import sys
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from polytempo import Federation, PolytempoError, Proximal, Task, simulate
+from polytempo.simulation import Simulator
+from polytempo.strategies import PACE
+from polytempo.training import AutogradSolver, Job, make_backend
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from polytempo.training.executors.ray_actors import RayPool, _array, _models, _Worker, processors  # noqa: E402
+
+NODE = {
+    "num_cpus": 1,
+    "object_store_memory": 80 * 2**20,
+    "node_ip_address": "127.0.0.1",
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
+
+
+def two_nodes() -> Cluster:
+    """On a busy machine a node may take longer to start than Ray has patience: then once more."""
+    for attempt in range(3):
+        nodes = Cluster()
+        try:
+            nodes.add_node(**NODE)
+            nodes.add_node(**NODE)
+            return nodes
+        except Exception:
+            nodes.shutdown()
+            if attempt == 2:
+                raise
+    raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """In a folder of its own, so that two of them (for two processes that test) do not meet."""
+    with tempfile.TemporaryDirectory(prefix="pt") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        # Ray's name for: this machine is 127.0.0.1, not its address in the network
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
+        nodes = two_nodes()
+        try:
+            patch.setenv("RAY_ADDRESS", nodes.address)
+            yield nodes
+        finally:
+            ray.shutdown()
+            nodes.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def disconnected():
+    """One test that fails should not make others fail."""
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Federation:
+    """Models of it are too large for Ray to send them within its messages."""
+    data = "synthetic:groups=2,kind=permutation,samples=24,features=200,classes=4"
+    return Federation.load(data, clients=8, seed=1)
+
+
+def own_model() -> nn.Module:
+    """Of a class that no other process can import; with random numbers, and statistics."""
+
+    class Unlucky(Exception):
+        def __init__(self, what: str, where: int = 0) -> None:
+            super().__init__(what)
+            self.where = where
+
+    class Own(nn.Module):
+        error = Unlucky
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Dropout(0.2), nn.Linear(40, 4)
+            )
+
+        def forward(self, x):
+            if bool(self.layers[0].weight.isnan().any()):
+                raise self.error("no number", where=17)
+            return self.layers(x)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Own()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_models_travel_as_they_are(dtype):
+    models = list(torch.randn(3, 7).to(dtype))
+    rows = _array(models)
+    rows.flags.writeable = False  # as Ray hands them over
+    for found, sent in zip(_models(rows, dtype), models, strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found, sent)
+        assert found.data_ptr() % 64 == 0
+
+
+def test_anchors_travel_with_their_jobs(small):
+    """What the pool asks a worker for, and what the worker makes of it; without a cluster."""
+    solver = AutogradSolver(own_model(), small, 3, "reset")
+    start = solver.space.read()
+    task = Task(epochs=1, objective=Proximal(0.5), sparsity=0.2)
+    jobs = [Job(client, start, task, ("client", client)) for client in range(3)]
+    jobs[1] = replace(jobs[1], anchor=start + 1)
+    asked = []
+    pool = RayPool.__new__(RayPool)
+    pool._ask = lambda worker, method, *details: asked.append((worker, method, details))
+    pool.train(7, jobs)
+    [(number, method, details)] = asked
+    assert (number, method) == (7, "train")
+    worker = _Worker()
+    worker.solver = solver
+    answer = worker.train(*pickle.loads(pickle.dumps(details)))
+    rows, extras = pickle.loads(pickle.dumps(answer))
+    uploads = _models(rows, start.dtype)
+    assert all(map(torch.equal, uploads, solver.train_group(jobs)))
+    assert not torch.equal(uploads[1], solver.train(replace(jobs[1], anchor=None)))
+    for job, upload, more in zip(jobs, uploads, extras, strict=True):
+        assert torch.equal(more["mask"], solver.extras(job, upload)["mask"])
+
+
+def assert_same(found: Simulator, expected: Simulator) -> None:
+    assert found.messages["multicast"] > 0
+    assert found.fingerprint == expected.fingerprint
+    assert found.history == expected.history
+    for client in range(expected.federation.clients):
+        assert torch.equal(found.strategy.model_for(client), expected.strategy.model_for(client))
+
+
+def test_a_batched_run_is_the_same_as_in_this_process(cluster, wide):
+    def run(**settings):
+        settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
+        return simulate(wide, model="mlp:hidden=150", adapt_epochs=1, **settings)
+
+    expected = run(backend="batched", workers=1)
+    terminate = signal.getsignal(signal.SIGTERM)
+    found = run(backend="ray")  # as many workers as CPUs
+    assert found.summary["backend"] == "batched on 2 Ray workers"
+    assert 4 * found.summary["parameters"] > 100 * 1024
+    assert_same(found.simulator, expected.simulator)
+    assert found.summary["peak_rss_mb"] > expected.summary["peak_rss_mb"] + 100
+    assert signal.getsignal(signal.SIGTERM) is terminate
+    assert not ray.is_initialized()  # as before
+
+
+def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster, small):
+    """All on one pool, which takes seconds to start."""
+    task = Task(epochs=2, batch_size=8)
+
+    def simulated(backend):
+        options = {"task": task, "adapt_epochs": 1, "seed": 3, "backend": backend}
+        simulator = Simulator(small, backend.solver.space.module, PACE(omega=4), **options)
+        simulator.run(40)
+        return simulator
+
+    ray.init(logging_level="ERROR", log_to_driver=False)
+    alone = make_backend(own_model(), small, 3, "reset", name="serial")
+    backend = make_backend(own_model(), small, 3, "reset", name="ray", workers=2)
+    start = backend.solver.space.read()
+    jobs = [Job(client, start, task, ("client", client)) for client in range(4)]
+    backend.solver.train_group(jobs)  # moves the statistics, which no worker may see
+    backend.solver.space.vector.copy_(start)
+    with (
+        pytest.raises(PolytempoError, match=r"^Ray worker 1 died \(.*try fewer --w") as died,
+        backend,
+    ):
+        pool = backend.pool
+        assert isinstance(pool, RayPool)
+        assert set(pool.nodes) == {node["NodeID"] for node in ray.nodes()}
+        assert len(set(pool.nodes)) == 2
+        assert_same(simulated(backend), simulated(alone))
+
+        for worker in (0, 1):  # each answers in the order of what it was asked
+            pool.train(worker, jobs[2 * worker : 2 * worker + 1])
+            pool.train(worker, jobs[2 * worker + 1 : 2 * worker + 2])
+        answers = {0: [], 1: []}
+        for _ in range(4):
+            worker, outcomes = pool.receive()
+            answers[worker] += [outcome.upload for outcome in outcomes]
+        expected = alone.solver.train_group(jobs)
+        assert all(map(torch.equal, answers[0] + answers[1], expected))
+
+        with pytest.raises(backend.solver.space.module.error) as caught:
+            backend.train(Job(0, start * torch.nan, task, ("client", 0)))
+        assert (str(caught.value), caught.value.where) == ("no number", 17)
+        [note] = caught.value.__notes__
+        assert note.startswith("on Ray worker ")
+        assert 'raise self.error("no number", where=17)' in note
+
+        ray.kill(pool._actors[1])
+        pool.train(1, jobs[:1])
+        pool.receive()
+    assert "\n" not in str(died.value)
+    assert ray.is_initialized()  # as before
+
+
+def test_more_workers_than_processors(cluster, small):
+    backend = make_backend(own_model(), small, 0, name="ray", workers=3)
+    with pytest.raises(PolytempoError, match="3 workers need a CPU each, but the cluster has 2"):
+        backend.__enter__()
+    assert not ray.is_initialized()
+
+
+def test_processors_that_others_use(cluster, small, monkeypatch):
+    monkeypatch.setattr("polytempo.training.executors.ray_actors._PATIENCE", 1.0)
+    assert processors() == 2
+    busy = ray.util.placement_group([{"CPU": 1}])
+    assert busy.wait(30)
+    with pytest.raises(PolytempoError, match=r"2 workers .* has 2, of which 1 are free"):
+        RayPool(AutogradSolver(own_model(), small, 0), 2)
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_that_is_not_there(small, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with pytest.raises(PolytempoError, match="RAY_ADDRESS, which is nonsense"):
+        make_backend(own_model(), small, 0, name="ray")
+
+
+def test_without_ray(small, monkeypatch):
+    monkeypatch.delitem(sys.modules, "polytempo.training.executors.ray_actors")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        PolytempoError, match=r'^backend ray needs Ray: pip install "polytempo\[ray'
+    ):
+        make_backend(own_model(), small, 0, name="ray")
