@@ -45,7 +45,7 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "port, patient": ("port:bound=1,buffer_size=2,requests=false", {"slots": 6}),
     "fedbuff, newcomers": ("fedbuff", {"dropout": "join:share=0.3,round=20"}),
     "casa, leaving": ("casa", {"dropout": "leave:share=0.3,at=2"}),
-    "pace, lost updates": ("pace", {"dropout": "drop:share=0.2"}),
+    "pace, lost updates": ("pace", {"dropout": "drop:probability=0.2"}),
     "ace, half": ("ace", {"bank": "half"}),
     "fedavg, diagnosed": ("fedbuff", {"diagnose": 10}),
     "momentum off": ("fedavg", {"momentum": 0.0, "weight_decay": 0.0, "steps": 7}),

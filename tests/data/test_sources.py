@@ -9,7 +9,7 @@ import torch
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
-from polytempo.data import Federation, available, cache, strips
+from polytempo.data import Federation, available, cache, webp
 
 pytestmark = pytest.mark.usefixtures("no_data")
 
@@ -45,7 +45,7 @@ def load(folder: Path, name: str = "mnist") -> Federation:
 def test_strips_decode_to_the_very_pixels(tmp_path: Path, channels: int) -> None:
     held = write_strips(tmp_path / "some.npz", {"train": 40}, channels)
     with np.load(tmp_path / "some.npz") as archive:
-        found = strips.decode(archive, "train")
+        found = webp.decode(archive, "train")
     assert found.flags.c_contiguous and np.array_equal(found, held["train"])
 
 
@@ -63,8 +63,8 @@ def test_second_load_does_not_decode_again(tmp_path: Path, monkeypatch: pytest.M
     write_strips(tmp_path / "mnist.npz", {"train": 40, "test": 20})
     first = load(tmp_path)
     decoded = []
-    decode = strips.decode
-    monkeypatch.setattr(strips, "decode", lambda *a: (decoded.append(a), decode(*a))[1])
+    decode = webp.decode
+    monkeypatch.setattr(webp, "decode", lambda *a: (decoded.append(a), decode(*a))[1])
     assert torch.equal(load(tmp_path).x, first.x) and not decoded
     os.utime(tmp_path / "mnist.npz", (1, 1))
     load(tmp_path)

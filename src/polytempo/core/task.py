@@ -1,8 +1,8 @@
 """What a client is asked to do: how long it trains, with which solver, on which objective.
 
 A task is plain data (it travels to the client and into checkpoints); `polytempo.training` carries
-it out. The objectives add a term to the local loss that refers to the *anchor*: the received model, or
-a vector that came with it. They do so by adding their gradient, in closed form, to the flat
+it out. The objectives add a term to the local loss that refers to the *anchor*: the received model,
+or a vector that came with it. They do so by adding their gradient, in closed form, to the flat
 gradient vector of the loss: no autograd graph over the parameters is needed.
 """
 

@@ -14,8 +14,8 @@ Three things make it fast.
    in the rows of the batch.
 
 The results equal those of `AutogradSolver` up to rounding (in float32 to about 1e-6), and are bit
-for bit the same whatever jobs are done together: the matrices of a client have a shape and an alignment
-that depend on its own job alone.
+for bit the same whatever jobs are done together: the matrices of a client have a shape and an
+alignment that depend on its own job alone.
 """
 
 from __future__ import annotations
