@@ -8,9 +8,10 @@ result = pt.simulate(fed, model="mlp", strategy=pt.strategies.PACE(), rounds=400
 from polytempo import strategies
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.messages import Dispatch, InFlight, Staleness, Stop, Update
+from polytempo.core.objective import Plain, Proximal, Pull
 from polytempo.core.server import Server
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
-from polytempo.core.task import Plain, Proximal, Pull, Task
+from polytempo.core.task import Task
 from polytempo.data import Federation, partition
 from polytempo.experiments.result import RunResult
 from polytempo.experiments.run import simulate

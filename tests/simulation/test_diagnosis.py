@@ -7,7 +7,7 @@ from torch import nn
 
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 from polytempo.core.rng import rng
 from polytempo.core.task import Task
 from polytempo.simulation import Simulator, restore, snapshot
@@ -29,7 +29,7 @@ class Quadratic:
     def __init__(self, noise: float) -> None:
         module = nn.Linear(SIZE, 1, bias=False)
         nn.init.constant_(module.weight, 0.7)
-        self.space = ParameterSpace(module)
+        self.space = Layout(module)
         self.noise = noise
 
     def kind(self, job):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from polytempo import Federation, PolytempoError, Task
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 from polytempo.simulation import PeerSimulator, restore, snapshot
 from polytempo.simulation.checks import InvariantError, PeerChecker
 from polytempo.simulation.devices import Equal, Links, TwoSpeed
@@ -37,7 +37,7 @@ def simulation(fed, options="", rounds=160, **world):
 def alone(fed, client, schedule) -> Learner:
     part = fed.train[client]
     given = {"peer": client, "task": TASK, "schedule": schedule, "seed": 0}
-    space = ParameterSpace(module())
+    space = Layout(module())
     return Learner(space, fed.x[part], fed.y[part], prepare=fed.prepare, **given)
 
 

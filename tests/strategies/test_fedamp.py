@@ -10,7 +10,7 @@ from torch import nn
 
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
 from polytempo.core.rng import rng
-from polytempo.core.task import Plain, Proximal, Pull
+from polytempo.core.objective import Plain, Proximal, Pull
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop

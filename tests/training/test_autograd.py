@@ -8,7 +8,7 @@ from torch import nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
 from polytempo.core.rng import rng
-from polytempo.core.task import Drift
+from polytempo.core.objective import Drift
 from polytempo.training import AutogradSolver, Job
 
 STREAM = ("client", 0, "dispatch", 3)

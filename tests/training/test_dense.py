@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
-from polytempo.core.task import Drift
+from polytempo.core.objective import Drift
 from polytempo.training import AutogradSolver, Job, stack
 from polytempo.training.solvers.dense import DenseSolver
 

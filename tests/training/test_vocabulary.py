@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
-from polytempo.core.task import Drift
+from polytempo.core.objective import Drift
 from polytempo.models import Inputs, build
 from polytempo.training import AutogradSolver, Job
 

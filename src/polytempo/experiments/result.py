@@ -94,7 +94,8 @@ class RunResult:
         if self.simulator is None:
             raise PolytempoError("a result read from a folder holds no models; run it anew")
         space = self.simulator.space
-        space.load(self.simulator.strategy.model_for(client))
+        own = self.simulator.personal(client) if space.personal else None
+        space.load(self.simulator.strategy.model_for(client), own)
         return {name: value.clone() for name, value in space.module.state_dict().items()}
 
 

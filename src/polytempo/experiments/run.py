@@ -30,7 +30,7 @@ from polytempo.simulation import Engine, PeerSimulator, Simulator, restore, snap
 from polytempo.simulation.engine import Observer, World
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import P2P, STRATEGIES
-from polytempo.training import make_backend
+from polytempo.training import find_device, make_backend
 from polytempo.training.footprint import peak_memory
 
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
@@ -193,7 +193,7 @@ def make_simulator(
         "devices": config.make("devices"),
         "network": config.make("network"),
         "dropout": config.make("dropout"),
-        "buffers": config.buffers,
+        "parts": config.parts(),
         "eval_every": config.evaluation_interval,
         "adapt_epochs": config.adapt_epochs,
         "adapt_always": config.adapt_always,
@@ -213,7 +213,9 @@ def make_simulator(
         module,
         federation,
         config.seed,
-        config.buffers,
+        config.parts(),
+        solver=config.solver,
+        device=find_device(config.device),
         name=config.backend,
         workers=config.workers,
         small=_arithmetic(config, federation, module) < SMALL,

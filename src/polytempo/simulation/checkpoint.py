@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch
 from polytempo.core.strategy import State
-from polytempo.core.task import Task
+from polytempo.core.task import TASKS
 from polytempo.nodes import (
     Claiming,
     Exchanging,
@@ -27,9 +25,9 @@ from polytempo.simulation.engine import Engine
 from polytempo.simulation.peers import PeerSimulator, Post
 from polytempo.simulation.simulator import Flight, Simulator
 from polytempo.training import Job
+from polytempo.training.jobs import Swap
 
-FORMAT = 4
-_TASKS = TypeAdapter(Task)
+FORMAT = 5
 
 
 def snapshot(engine: Engine) -> State:
@@ -49,6 +47,7 @@ def snapshot(engine: Engine) -> State:
         "wall": dict(engine.wall),
         "events": engine.events,
         "fingerprint": engine.fingerprint,
+        "memory": engine.memory.state_dict(),
     }
     if isinstance(engine, PeerSimulator):
         return state | _peers_state(engine)
@@ -77,6 +76,7 @@ def restore(engine: Engine, state: State) -> None:
         )
     if isinstance(engine, PeerSimulator):
         _restore_peers(engine, state)
+    engine.memory.load_state_dict(state["memory"])
     engine.time, engine.counter = state["time"], state["counter"]
     engine.queue = [tuple(item) for item in state["queue"]]
     engine.started = state["started"]
@@ -138,11 +138,13 @@ def _flight_state(flight: Flight) -> State:
         "ticket": flight.ticket,
         "client": job.client,
         "params": job.params,
-        "task": _TASKS.dump_python(job.task, mode="json"),
+        "task": TASKS.describe(job.task),
         "stream": list(job.stream),
         "first_step": job.first_step,
         "last_step": job.last_step,
-        "anchor": job.anchor,
+        "vectors": dict(job.vectors),
+        "memory": dict(job.memory),
+        "swaps": [[swap.step, swap.params, dict(swap.vectors)] for swap in job.swaps],
     }
 
 
@@ -150,11 +152,13 @@ def _flight(found: dict[str, Any]) -> Flight:
     job = Job(
         found["client"],
         found["params"],
-        _TASKS.validate_python(found["task"]),
+        TASKS.create(found["task"]),
         tuple(found["stream"]),
         found["first_step"],
         found["last_step"],
-        found["anchor"],
+        found["vectors"],
+        found["memory"],
+        tuple(Swap(*swap) for swap in found["swaps"]),
     )
     return Flight(
         found["first"],
@@ -174,12 +178,12 @@ def _dispatch_state(dispatch: Dispatch) -> State:
         "number": dispatch.number,
         "params": dispatch.params,
         "anchor": dispatch.anchor,
-        "task": _TASKS.dump_python(dispatch.task, mode="json"),
+        "task": TASKS.describe(dispatch.task),
     }
 
 
 def _dispatch(found: dict[str, Any]) -> Dispatch:
-    task = _TASKS.validate_python(found["task"])
+    task = TASKS.create(found["task"])
     return Dispatch(found["client"], found["number"], found["params"], task, True, found["anchor"])
 
 

@@ -36,8 +36,8 @@ from torch import Tensor
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, ModelBank
 from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.objective import Plain
 from polytempo.core.strategy import State, Strategy
-from polytempo.core.task import Plain
 from polytempo.strategies.fedac import effective_steps
 from polytempo.training import Job
 
@@ -137,7 +137,7 @@ class Diagnosis:
             job,
             task=whole,
             stream=("exact", client, self.arrivals),
-            anchor=anchors[0] if anchors else None,
+            vectors={"anchor": anchors[0]} if anchors else {},
         )
         self.simulator.backend.expect(noiseless, -1.0)
         [gradient] = self._exact_gradients([client], job.params)
@@ -217,7 +217,8 @@ class Diagnosis:
                 objective=Plain(),
                 upload="gradient",
             )
-            jobs.append(Job(client, model, task, ("diagnose", client, self.arrivals)))
+            stream, memory = ("diagnose", client, self.arrivals), simulator.memory.get(client)
+            jobs.append(Job(client, model, task, stream, memory=memory))
         for job in jobs:
             simulator.backend.expect(job, -1.0)  # ahead of all training
         return [simulator.backend.train(job) for job in jobs]

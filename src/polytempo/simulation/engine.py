@@ -22,16 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core.bank import PLAIN_STORAGE, Storage
-from polytempo.core.parameters import BufferPolicy
+from polytempo.core.layout import ALL_SHARED, Parts
+from polytempo.core.objective import Plain
 from polytempo.core.strategy import Context, Refill, Strategy
-from polytempo.core.task import Plain, Task
+from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.simulation.checks import Checker, PeerChecker
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Dropout, NoDropout, Timeline
 from polytempo.simulation.metrics import models_sent, over_clients
-from polytempo.training import Backend, Job, Score, make_backend
+from polytempo.training import PERSONAL, Backend, ClientMemory, Exam, Job, Score, make_backend
 
 Observer = Callable[[dict[str, Any]], None]
 
@@ -43,7 +44,7 @@ class World(TypedDict, total=False):
     devices: Devices | None
     network: Network | None
     dropout: Dropout | None
-    buffers: BufferPolicy
+    parts: Parts
     eval_every: int
     adapt_epochs: int
     adapt_always: bool
@@ -70,7 +71,7 @@ class Engine:
         devices: Devices | None = None,
         network: Network | None = None,
         dropout: Dropout | None = None,
-        buffers: BufferPolicy = "share",
+        parts: Parts = ALL_SHARED,
         eval_every: int = 20,
         adapt_epochs: int = 5,
         adapt_always: bool = False,
@@ -79,11 +80,15 @@ class Engine:
         storage: Storage = PLAIN_STORAGE,
     ) -> None:
         clients = federation.clients
-        self.backend = backend or make_backend(module, federation, seed, buffers, name="serial")
+        self.backend = backend or make_backend(
+            module, federation, seed, parts, solver="torch", name="serial"
+        )
         self.space = self.backend.solver.space
         self.federation, self.strategy, self.seed = federation, strategy, seed
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always
+        own = {PERSONAL: self.space.initial_personal} if self.space.personal else {}
+        self.memory = ClientMemory(clients, own)
         tensors = [place.stop - place.start for _, place in self.space.trained]
         self.context = Context(
             self.space.read(), federation.samples, task or Task(), seed, storage, tensors
@@ -109,7 +114,7 @@ class Engine:
         self.fingerprint = ""
         self.started = False
         self.observers: list[Observer] = []
-        self._scores: dict[int, tuple[int | None, Score]] = {}  # with the revision of the model
+        self._scores: dict[int, tuple[object, Score]] = {}  # with the revision of the model
         self._evaluated: tuple[Tensor, list[Score]] | None = None  # the same, of a single model
 
     # -- what an engine has of its own -----------------------------------------------------------
@@ -224,28 +229,48 @@ class Engine:
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
-            model = self.strategy.model_for(0)
+            model, everybody = self.strategy.model_for(0), range(self.federation.clients)
+            if self.space.personal:
+                [scores] = self.backend.evaluate([self._exam(model, clients)])
+                return scores
             if self._evaluated is None or self._evaluated[0] is not model:
-                [scores] = self.backend.evaluate([(model, range(self.federation.clients))])
+                [scores] = self.backend.evaluate([self._exam(model, everybody)])
                 self._evaluated = model, scores
             return [self._evaluated[1][client] for client in clients]
-        revisions = {client: self.strategy.revision(client) for client in clients}
+        revisions = {
+            client: (self.strategy.revision(client), self.memory.revision(client))
+            for client in clients
+        }
         changed = [
             client
             for client, revision in revisions.items()
-            if revision is None or self._scores.get(client, (None,))[0] != revision
+            if revision[0] is None or self._scores.get(client, (None,))[0] != revision
         ]
-        models = ((self.strategy.model_for(client), [client]) for client in changed)
-        for client, [score] in zip(changed, self.backend.evaluate(models), strict=True):
+        exams = (self._exam(self.strategy.model_for(client), [client]) for client in changed)
+        for client, [score] in zip(changed, self.backend.evaluate(exams), strict=True):
             self._scores[client] = revisions[client], score
         return [self._scores[client][1] for client in clients]
+
+    def _exam(self, model: Tensor, clients: Sequence[int]) -> Exam:
+        """The model, with what each of these clients has of its own."""
+        if not self.space.personal:
+            return Exam(model, list(clients))
+        return Exam(model, list(clients), [self.personal(client) for client in clients])
+
+    def personal(self, client: int) -> Tensor:
+        """The client's own part of the model."""
+        return self.memory.get(client)[PERSONAL]
 
     def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Mean accuracy after every client has adapted a copy of its model by plain training;
         None if `stop` broke it off."""
         with self._timed("evaluation"):
             task = replace(
-                self.context.task, objective=Plain(), epochs=self.adapt_epochs, steps=None
+                self.context.task,
+                objective=Plain(),
+                epochs=self.adapt_epochs,
+                steps=None,
+                keep_optimizer=False,
             )
             scores: list[Score] = []
             clients, together = self._there(), 2 * self.backend.width
@@ -253,16 +278,19 @@ class Engine:
                 jobs = []
                 for client in clients[begin : begin + together]:
                     stream = ("adapt", client, "round", self.round)
-                    jobs.append(Job(client, self.strategy.model_for(client), task, stream))
+                    model, memory = self.strategy.model_for(client), self.memory.get(client)
+                    jobs.append(Job(client, model, task, stream, memory=memory))
                     self.backend.expect(jobs[-1])
-                models = []
+                exams = []
                 for job in jobs:
                     if stop():
                         for unused in jobs:
                             self.backend.forget(unused)
                         return None
-                    models.append((self.backend.train(job), [job.client]))
-                scores += [score for [score] in self.backend.evaluate(models)]
+                    adapted, _, memory = self.backend.carry_out(job)
+                    own = [memory[PERSONAL]] if PERSONAL in memory else None
+                    exams.append(Exam(adapted, [job.client], own))
+                scores += [score for [score] in self.backend.evaluate(exams)]
             return over_clients(scores)["accuracy"]
 
     # -- small things --------------------------------------------------------------------------

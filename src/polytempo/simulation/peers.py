@@ -47,7 +47,7 @@ from polytempo.nodes import (
 from polytempo.simulation.checks import PeerChecker
 from polytempo.simulation.engine import Engine, World
 from polytempo.strategies.p2p import P2P
-from polytempo.training import Learner, Schedule, Score
+from polytempo.training import PERSONAL, Exam, Learner, Schedule, Score
 
 CHANGE, DELIVER, TIMEOUT, ROUND = 0, 1, 2, 3  # priorities at equal times
 CLAIM_SECONDS, EXCHANGE_SECONDS = 3.0, 20.0  # time-outs; the second beside what a model takes
@@ -91,17 +91,8 @@ class PeerSimulator(Engine):
         self.bytes.update(exchange=0)
         schedule = Schedule(strategy.iterations(rounds), strategy.milestones, strategy.gamma)
         self.learners = [
-            Learner(
-                self.space,
-                federation.x[part],
-                federation.y[part],
-                peer=client,
-                task=task,
-                schedule=schedule,
-                seed=self.seed,
-                prepare=federation.prepare,
-            )
-            for client, part in enumerate(federation.train)
+            Learner(self.backend.solver, peer=client, task=task, schedule=schedule)
+            for client in range(clients)
         ]
         self.nbytes = self.learners[0].params.nbytes
         self.machines: dict[int, Peer] = {}  # of the peers that are there
@@ -359,7 +350,10 @@ class PeerSimulator(Engine):
         """The models of these clients, on their own test samples or on those of all."""
         everybody, common = range(self.federation.clients), self.strategy.common_test
         pairs = zip(clients, models, strict=True)
-        found = self.backend.evaluate((m, everybody if common else [c]) for c, m in pairs)
+        found = self.backend.evaluate(
+            self._exam_of(client, model, list(everybody) if common else [client])
+            for client, model in pairs
+        )
         return [
             Score(
                 sum(score.correct for score in scores),
@@ -368,6 +362,10 @@ class PeerSimulator(Engine):
             )
             for scores in found
         ]
+
+    def _exam_of(self, client: int, model: Tensor, tested: list[int]) -> Exam:
+        own = self.learners[client].memory.get(PERSONAL)
+        return Exam(model, tested, None if own is None else [own] * len(tested))
 
     def peers(self) -> list[dict[str, Any]]:
         """Each peer as it stands: its speed, how far it has come, how good it is, and the mean

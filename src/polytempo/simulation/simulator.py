@@ -151,7 +151,7 @@ class Simulator(Engine):
             self._drop(client, self.server.lost)
             return
         with self._timed("training"):
-            vector, extras = self.backend.carry_out(flight.job)
+            vector, extras, memory = self.backend.carry_out(flight.job)
         samples = self.federation.samples[client]
         update = Update(client, flight.number, vector, samples, extras)
         stale = self.server.staleness(client, flight.number)
@@ -168,6 +168,7 @@ class Simulator(Engine):
                     f"round {self.server.round}, simulated time {self.time:g}: {why}"
                 ) from refusal
         del self.flights[client]
+        self.memory.set(client, memory)
         self.staleness[stale.rounds] += 1
         self._count("upload", update.nbytes)
         details = {"staleness": stale.rounds, "versions": stale.versions}
@@ -258,7 +259,8 @@ class Simulator(Engine):
         if isinstance(fate, float):
             seconds *= fate
         stream = ("client", client, "dispatch", number)
-        job = Job(client, dispatch.params, dispatch.task, stream, anchor=dispatch.anchor)
+        vectors, memory = _vectors(dispatch), self.memory.get(client)
+        job = Job(client, dispatch.params, dispatch.task, stream, vectors=vectors, memory=memory)
         download = dispatch.nbytes / self.bandwidths[client]
         upload = dispatch.params.nbytes / self.bandwidths[client]
         flight = Flight(number, number, job, self.time + download, seconds, upload)
@@ -272,9 +274,9 @@ class Simulator(Engine):
         if not flight.lost:
             self.backend.expect(flight.job, flight.begin + flight.seconds)
 
-    def _change_job(self, flight: Flight, **changes: Any) -> None:
+    def _change_job(self, flight: Flight, job: Job) -> None:
         self.backend.forget(flight.job)
-        flight.job = replace(flight.job, **changes)
+        flight.job = job
         self._announce(flight)
 
     def _expect(self, flight: Flight, arrival: float) -> None:
@@ -294,8 +296,8 @@ class Simulator(Engine):
             done = math.ceil(flight.progress(self.time) * total)
             if done < (flight.job.last_step or total):
                 replaced, flight.number = flight.number, number
-                fresh = {"params": multicast.params, "anchor": multicast.anchor}
-                self._change_job(flight, **fresh, first_step=done)
+                fresh = flight.job.swapped(done, multicast.params, _vectors(multicast))
+                self._change_job(flight, fresh)
                 self._emit("restart", client, number, replaces=replaced, step=done)
                 return
         self._emit("missed", client, number)
@@ -308,7 +310,7 @@ class Simulator(Engine):
         last = max(epochs, flight.job.first_step // epoch + 1) * epoch
         if last < (flight.job.last_step or total):
             self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
-            self._change_job(flight, last_step=last)
+            self._change_job(flight, replace(flight.job, last_step=last))
 
     # -- looking at it -------------------------------------------------------------------------
 
@@ -323,3 +325,11 @@ class Simulator(Engine):
             new = [score for client, score in scores.items() if client in self.late]
             found["accuracy_newcomers"] = over_clients(new)["accuracy"] if new else None
         return found
+
+
+def _vectors(dispatch: Dispatch) -> dict[str, torch.Tensor]:
+    if dispatch.anchor is None:
+        return {}
+    if dispatch.anchor.ndim == 1:
+        return {"anchor": dispatch.anchor}
+    return {f"candidate {k}": row for k, row in enumerate(dispatch.anchor, start=1)}

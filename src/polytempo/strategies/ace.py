@@ -15,8 +15,9 @@ from torch import Tensor
 from polytempo.core.bank import ModelBank
 from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.objective import Drift
 from polytempo.core.strategy import STRATEGIES, Context, Refill
-from polytempo.core.task import Drift, Task
+from polytempo.core.task import Task
 from polytempo.strategies.gradients import GradientStrategy
 
 PAPER = "ACE 2025 (under review)"

@@ -24,6 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.bank import FloatArray, ModelBank
+from polytempo.core.client_steps import Mask
 from polytempo.core.errors import Refused
 from polytempo.core.masks import unpack
 from polytempo.core.messages import Staleness, Update
@@ -314,7 +315,7 @@ class CASAPlus(CASA):
         return self.s_0 / 2 * float(alpha_c - alpha_i) * (1 + math.cos(math.pi * passed))
 
     def task(self, client: int) -> Task:
-        return replace(self.context.task, sparsity=self.sparsity(client))
+        return replace(self.context.task, client_steps=(Mask(self.sparsity(client)),))
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         bits = update.extras["mask"]

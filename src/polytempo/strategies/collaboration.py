@@ -10,9 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, ModelBank, Storage
+from polytempo.core.client_steps import Basis
 from polytempo.core.messages import Staleness, Update
+from polytempo.core.objective import Proximal, Pull
 from polytempo.core.strategy import Context, Refill, Strategy
-from polytempo.core.task import Proximal, Pull, Task
+from polytempo.core.task import Task
 from polytempo.strategies.estimators import Bases, Graph, Likeness
 from polytempo.strategies.graph import CollaborationGraph
 
@@ -48,7 +50,9 @@ class GraphStrategy(Strategy):
     def task(self, client: int) -> Task:
         """The local loss plus `lam` times the dissimilarity from the received model (PACE Eq. 4);
         with an anchor, plus `(lam/2) ||theta - anchor||^2`."""
-        task = dataclasses.replace(self.context.task, basis=self.graph.directions)
+        task = self.context.task
+        if self.graph.directions:
+            task = dataclasses.replace(task, client_steps=(Basis(self.graph.directions),))
         if not self.lam:
             return task
         objective = Proximal(self.lam) if self.anchored else Pull(self.lam, self.graph.measure)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from polytempo.core.bank import ModelBank
 from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.objective import Drift
+from polytempo.core.optimizer import require_sgd
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
-from polytempo.core.task import Drift, Task
+from polytempo.core.task import Task
 from polytempo.strategies.history import History, cosine
 
 
@@ -136,5 +138,5 @@ def effective_steps(task: Task, samples: int) -> float:
     later steps, so that the k-th from the end counts 1 + mu + ... + mu^(k-1) times:
     `sum_{k=1..K} (1 - mu^k) / (1 - mu)`.
     """
-    steps, mu = task.total_steps(samples), task.momentum
+    steps, mu = task.total_steps(samples), require_sgd(task.optimizer, "fedac").momentum
     return (steps - mu * (1 - mu**steps) / (1 - mu)) / (1 - mu)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polytempo.core.optimizer import require_sgd
 from polytempo.core.strategy import STRATEGIES, Context
 from polytempo.core.task import Task
 from polytempo.strategies.fedavg import FedAvg
@@ -39,5 +40,5 @@ class FedSGD(FedAvg):
 
     def replacement(self, mean: Tensor) -> Tensor:
         task = self.task(0)  # the same for all
-        self.momentum = task.momentum * self.momentum + mean
+        self.momentum = require_sgd(task.optimizer, "fedsgd").momentum * self.momentum + mean
         return (self.model - task.lr * self.momentum).to(self.model.dtype)

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.messages import Update
+from polytempo.core.optimizer import Sgd
 from polytempo.core.strategy import Context, Strategy
 from polytempo.core.task import Task
 
@@ -44,7 +45,8 @@ class GradientStrategy(Strategy):
     def task(self, client: int) -> Task:
         if self.local_steps == 1:
             return replace(self.context.task, upload="gradient")
-        return replace(self.context.task, steps=self.local_steps, momentum=0.0, upload="delta")
+        plain = Sgd(momentum=0.0, weight_decay=self.context.task.optimizer.weight_decay)
+        return replace(self.context.task, steps=self.local_steps, optimizer=plain, upload="delta")
 
     def model_for(self, client: int) -> Tensor:
         return self.model

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from polytempo.core.client_steps import Choose
 from polytempo.core.errors import Refused
 from polytempo.core.messages import Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Refill
@@ -31,7 +32,7 @@ class Choosing(Clustered):
         self.revisions = [0] * self.k
 
     def task(self, client: int) -> Task:
-        return replace(self.context.task, choose=self.k)
+        return replace(self.context.task, client_steps=(Choose(self.k),))
 
     def order(self, client: int) -> list[int]:
         """The numbers of the models as they are sent: what the client chose last comes first, so
