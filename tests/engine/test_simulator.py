@@ -12,6 +12,7 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Update
 from polytempo.core.errors import Diverged
+from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator, restore, snapshot
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
@@ -505,7 +506,7 @@ def test_divergence_is_a_clear_error(small):
 @pytest.mark.parametrize("lr", [1e20, 1e25, 1e30, 1e38])
 def test_training_that_diverges_without_reaching_infinity_is_the_same_error(small, strategy, lr):
     """One step: what is uploaded is finite, but its square need not be."""
-    task = Task(steps=1, lr=lr, momentum=0.0, weight_decay=0.0)
+    task = Task(steps=1, lr=lr, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     simulator, _ = make(small, STRATEGIES.create(strategy), task=task)
     with pytest.raises(Diverged, match=r"round \d.*(diverged; lower the|served client \d a model)"):
         simulator.run(200)

@@ -14,7 +14,7 @@ import polytempo
 from polytempo import Federation, simulate
 from polytempo.core.errors import PolytempoError
 from polytempo.data import available
-from polytempo.experiments import compare, published, result, run
+from polytempo.experiments import compare, result, run
 from polytempo.experiments.config import read_config
 from polytempo.experiments.paper_report import _spelled
 from polytempo.experiments.paper_specs import experiments, load_experiment

@@ -8,6 +8,7 @@ from torch import nn
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import Layout
+from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.core.task import Task
 from polytempo.simulation import Simulator, restore, snapshot
@@ -67,7 +68,7 @@ def federation() -> pt.Federation:
 
 def simulator(strategy, noise=0.0, steps=1, every=1, **options) -> Simulator:
     solver = Quadratic(noise)
-    task = Task(steps=steps, batch_size=5, lr=RATE, momentum=0.0, weight_decay=0.0)
+    task = Task(steps=steps, batch_size=5, lr=RATE, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     return Simulator(
         federation(),
         solver.space.module,

@@ -7,6 +7,7 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Task
 from polytempo.core.layout import Layout
+from polytempo.core.optimizer import Sgd
 from polytempo.simulation import PeerSimulator, restore, snapshot
 from polytempo.simulation.checks import InvariantError, PeerChecker
 from polytempo.simulation.devices import Equal, Links, TwoSpeed
@@ -15,7 +16,7 @@ from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
 from polytempo.training import Learner, Schedule
 
-TASK = Task(batch_size=8, lr=0.05, weight_decay=5e-4)
+TASK = Task(batch_size=8, lr=0.05, optimizer=Sgd(weight_decay=5e-4))
 
 
 def module() -> nn.Module:

@@ -9,8 +9,9 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
-from polytempo.core.rng import rng
 from polytempo.core.objective import Plain, Proximal, Pull
+from polytempo.core.optimizer import Sgd
+from polytempo.core.rng import rng
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
@@ -263,7 +264,7 @@ def simulated(small, strategy, task, **options):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dropout", [Drop(probability=0.0), Drop(probability=0.2)])
 def test_a_run_is_its_formula(small, form, dropout):
-    task = Task(epochs=2, batch_size=7, lr=0.05, momentum=0.5, weight_decay=0.01)
+    task = Task(epochs=2, batch_size=7, lr=0.05, optimizer=Sgd(momentum=0.5, weight_decay=0.01))
     strategy = FORMS[form](graph=Attention(sigma=4.0, self_weight=0.5), lam=0.8)
     simulator, log = simulated(small, strategy, task, dropout=dropout)
     assert any(event["event"] == "drop" for event in log) == bool(dropout.probability)

@@ -7,6 +7,7 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Task
+from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.strategies import STRATEGIES, FedAvg, FedSGD
@@ -16,7 +17,7 @@ from polytempo.training.solvers.autograd import batches
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
-    task = Task(batch_size=8, lr=0.1, momentum=momentum, weight_decay=0.01)
+    task = Task(batch_size=8, lr=0.1, optimizer=Sgd(momentum=momentum, weight_decay=0.01))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Linear(12, 4).double()

@@ -7,12 +7,13 @@ from torch import nn
 from polytempo import PolytempoError, Task
 from polytempo.core.errors import Diverged
 from polytempo.core.layout import Layout
+from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.storage import load_state, save_state
 from polytempo.training import Learner, Schedule
 
 SEED = 3
-TASK = Task(batch_size=5, lr=0.1, momentum=0.9, weight_decay=0.01)
+TASK = Task(batch_size=5, lr=0.1, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
 
 
 def network(dropout: float = 0.0) -> nn.Module:
