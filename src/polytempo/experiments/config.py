@@ -18,6 +18,7 @@ from polytempo.core.bank import Storage
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.parameters import BufferPolicy
 from polytempo.core.registry import Registry
+from polytempo.core.schedule import SCHEDULES
 from polytempo.core.strategy import Refill
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS
@@ -34,6 +35,7 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "devices": DEVICES,
     "network": NETWORKS,
     "dropout": DROPOUTS,
+    "lr_schedule": SCHEDULES,
 }
 _TASK = Task()
 
@@ -116,6 +118,11 @@ class RunConfig(BaseModel):
         _TASK.batch_size, description="samples in a mini-batch"
     )
     lr: Annotated[float, Field(gt=0)] = Field(_TASK.lr, description="local learning rate")
+    lr_schedule: Spec = Field(
+        "constant",
+        description="how the learning rate that clients are sent changes with the updates folded: "
+        f"{', '.join(SCHEDULES)}",
+    )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
         _TASK.momentum, description="local momentum"
     )

@@ -94,7 +94,7 @@ class RunResult:
         if self.simulator is None:
             raise PolytempoError("a result read from a folder holds no models; run it anew")
         space = self.simulator.space
-        space.load(self.simulator.strategy.model_for(client))
+        space.load(self.simulator.strategy.serve(client))
         return {name: value.clone() for name, value in space.module.state_dict().items()}
 
 

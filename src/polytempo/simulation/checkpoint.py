@@ -28,7 +28,7 @@ from polytempo.simulation.peers import PeerSimulator, Post
 from polytempo.simulation.simulator import Flight, Simulator
 from polytempo.training import Job
 
-FORMAT = 4
+FORMAT = 5
 _TASKS = TypeAdapter(Task)
 
 
@@ -114,7 +114,7 @@ def _resume_checker(simulator: Simulator) -> None:
     checker.training = {c: flight.number for c, flight in simulator.flights.items()}
     under_way = {flight.number for flight in simulator.flights.values()} | set(simulator.transit)
     for client, sent in server.open.items():
-        for number, sent_round, sent_version in sent:
+        for number, sent_round, sent_version, _ in sent:
             if number in under_way:
                 checker.open[number] = {
                     "client": client,
@@ -122,8 +122,9 @@ def _resume_checker(simulator: Simulator) -> None:
                     "version": sent_version,
                 }
     for number in set(simulator.transit) - set(checker.open):  # will be missed
-        checker.open[number] = {"client": server.owners[number], "round": 0, "version": 0}
-    checker.ended = set(range(len(server.owners))) - set(checker.open)
+        client = simulator.transit[number].client
+        checker.open[number] = {"client": client, "round": 0, "version": 0}
+    checker.ended = set(range(server.dispatches)) - set(checker.open)
 
 
 def _flight_state(flight: Flight) -> State:
@@ -173,14 +174,14 @@ def _dispatch_state(dispatch: Dispatch) -> State:
         "client": dispatch.client,
         "number": dispatch.number,
         "params": dispatch.params,
-        "anchor": dispatch.anchor,
+        "vectors": dict(dispatch.vectors),
         "task": _TASKS.dump_python(dispatch.task, mode="json"),
     }
 
 
 def _dispatch(found: dict[str, Any]) -> Dispatch:
     task = _TASKS.validate_python(found["task"])
-    return Dispatch(found["client"], found["number"], found["params"], task, True, found["anchor"])
+    return Dispatch(found["client"], found["number"], found["params"], task, True, found["vectors"])
 
 
 # -- peers --------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ class Engine:
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
-            model = self.strategy.model_for(0)
+            model = self.strategy.serve(0)
             if self._evaluated is None or self._evaluated[0] is not model:
                 [scores] = self.backend.evaluate([(model, range(self.federation.clients))])
                 self._evaluated = model, scores
@@ -235,14 +235,15 @@ class Engine:
             for client, revision in revisions.items()
             if revision is None or self._scores.get(client, (None,))[0] != revision
         ]
-        models = ((self.strategy.model_for(client), [client]) for client in changed)
+        models = ((self.strategy.serve(client), [client]) for client in changed)
         for client, [score] in zip(changed, self.backend.evaluate(models), strict=True):
             self._scores[client] = revisions[client], score
         return [self._scores[client][1] for client in clients]
 
     def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean accuracy after every client has adapted a copy of its model by plain training;
-        None if `stop` broke it off."""
+        """Mean accuracy after every client has adapted a copy of its model by plain training; None
+        if `stop` broke it off. The learning rate is the one that was set, wherever the schedule is:
+        so the figure means the same early and late in a run."""
         with self._timed("evaluation"):
             task = replace(
                 self.context.task, objective=Plain(), epochs=self.adapt_epochs, steps=None
@@ -253,7 +254,7 @@ class Engine:
                 jobs = []
                 for client in clients[begin : begin + together]:
                     stream = ("adapt", client, "round", self.round)
-                    jobs.append(Job(client, self.strategy.model_for(client), task, stream))
+                    jobs.append(Job(client, self.strategy.serve(client), task, stream))
                     self.backend.expect(jobs[-1])
                 models = []
                 for job in jobs:

@@ -28,23 +28,25 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polytempo.core.errors import Diverged, Refused
 from polytempo.core.messages import Action, Dispatch, Stop, Update
 from polytempo.core.rng import rng
+from polytempo.core.schedule import Schedule
 from polytempo.core.server import Server
 from polytempo.core.strategy import Refill, Strategy
 from polytempo.data import Federation
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.clusters import Clusters
 from polytempo.simulation.diagnosis import Diagnosis
-from polytempo.simulation.dropout import late
+from polytempo.simulation.dropout import Change, late
 from polytempo.simulation.engine import Engine, World
 from polytempo.simulation.metrics import over_clients
 from polytempo.training import Job, Score
@@ -81,6 +83,7 @@ class Simulator(Engine):
         *,
         slots: int | None = None,
         refill: Refill | None = None,
+        schedule: Schedule | None = None,
         check: bool = False,
         diagnose: int | None = None,
         **world: Unpack[World],
@@ -91,11 +94,12 @@ class Simulator(Engine):
             slots = clients
         elif slots is None:
             slots = min(clients, max(4, math.ceil(clients / 10)))
-        self.server = Server(strategy, self.context, slots=slots, refill=refill)
+        self.server = Server(strategy, self.context, slots=slots, refill=refill, schedule=schedule)
         self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
         self.late = late(self.changes)
+        self.changes_by = {kind: _by_count(self.changes, kind) for kind in ("round", "version")}
         self.clusters = Clusters(strategy, federation.groups)
         self.checker: Checker | None = Checker(slots) if check else None
         self.diagnosis = Diagnosis(self, diagnose) if diagnose else None
@@ -189,13 +193,20 @@ class Simulator(Engine):
         version of the model, does so now; and evaluations are due with rounds."""
         server = self.server
         self.clusters.look(server.round, self.time)
-        for index, change in enumerate(self.changes):
-            by_version = change.version is not None and version < change.version <= server.version
-            by_round = change.round is not None and round_ < change.round <= server.round
-            if by_version or by_round:
-                self._change(index)
-        due = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
-        if due and (server.refill != "cohort" or server.version > version):
+        passed = {
+            "round": range(round_ + 1, server.round + 1),
+            "version": range(version + 1, server.version + 1),
+        }
+        due = [
+            index
+            for kind, counts in passed.items()
+            for count in counts
+            for index in self.changes_by[kind].get(count, ())
+        ]
+        for index in sorted(due):
+            self._change(index)
+        evaluate = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
+        if evaluate and (server.refill != "cohort" or server.version > version):
             self._record()
 
     def _change(self, index: int) -> None:
@@ -258,7 +269,8 @@ class Simulator(Engine):
         if isinstance(fate, float):
             seconds *= fate
         stream = ("client", client, "dispatch", number)
-        job = Job(client, dispatch.params, dispatch.task, stream, anchor=dispatch.anchor)
+        anchor = anchor_of(dispatch.vectors)
+        job = Job(client, dispatch.params, dispatch.task, stream, anchor=anchor)
         download = dispatch.nbytes / self.bandwidths[client]
         upload = dispatch.params.nbytes / self.bandwidths[client]
         flight = Flight(number, number, job, self.time + download, seconds, upload)
@@ -294,8 +306,10 @@ class Simulator(Engine):
             done = math.ceil(flight.progress(self.time) * total)
             if done < (flight.job.last_step or total):
                 replaced, flight.number = flight.number, number
-                fresh = {"params": multicast.params, "anchor": multicast.anchor}
-                self._change_job(flight, **fresh, first_step=done)
+                # the steps that are left, at the learning rate of now
+                task = replace(flight.job.task, lr=multicast.task.lr)
+                fresh = {"params": multicast.params, "anchor": anchor_of(multicast.vectors)}
+                self._change_job(flight, **fresh, task=task, first_step=done)
                 self._emit("restart", client, number, replaces=replaced, step=done)
                 return
         self._emit("missed", client, number)
@@ -323,3 +337,21 @@ class Simulator(Engine):
             new = [score for client, score in scores.items() if client in self.late]
             found["accuracy_newcomers"] = over_clients(new)["accuracy"] if new else None
         return found
+
+
+def anchor_of(vectors: Mapping[str, Tensor]) -> Tensor | None:
+    """What a job has for the named vectors of a dispatch: the anchor, or the candidates [models,
+    parameters]."""
+    if "anchor" in vectors:
+        return vectors["anchor"]
+    return torch.stack(list(vectors.values())) if vectors else None
+
+
+def _by_count(changes: Sequence[Change], kind: str) -> dict[int, list[int]]:
+    """The indices of those changes that come with a round (or a version), by its number."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for index, change in enumerate(changes):
+        count = getattr(change, kind)
+        if count is not None:
+            found[count].append(index)
+    return dict(found)
