@@ -19,6 +19,7 @@ from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.layout import BufferPolicy, Parts
 from polytempo.core.optimizer import OPTIMIZERS
 from polytempo.core.registry import Registry
+from polytempo.core.schedule import SCHEDULES
 from polytempo.core.strategy import Refill
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS
@@ -36,6 +37,7 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "network": NETWORKS,
     "dropout": DROPOUTS,
     "optimizer": OPTIMIZERS,
+    "lr_schedule": SCHEDULES,
 }
 _TASK = Task()
 
@@ -127,6 +129,11 @@ class RunConfig(BaseModel):
         _TASK.batch_size, description="samples in a mini-batch"
     )
     lr: Annotated[float, Field(gt=0)] = Field(_TASK.lr, description="local learning rate")
+    lr_schedule: Spec = Field(
+        "constant",
+        description="how the learning rate that clients are sent changes with the updates folded: "
+        f"{', '.join(SCHEDULES)}",
+    )
     optimizer: Spec = Field(
         "sgd", description=f"local optimizer: {', '.join(OPTIMIZERS)}, each with its options"
     )

@@ -95,7 +95,7 @@ class RunResult:
             raise PolytempoError("a result read from a folder holds no models; run it anew")
         space = self.simulator.space
         own = self.simulator.personal(client) if space.personal else None
-        space.load(self.simulator.strategy.model_for(client), own)
+        space.load(self.simulator.strategy.serve(client), own)
         return {name: value.clone() for name, value in space.module.state_dict().items()}
 
 

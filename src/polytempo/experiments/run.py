@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.schedule import Constant
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import (
@@ -205,6 +206,11 @@ def make_simulator(
             raise PolytempoError(
                 f"{name} is about a server's steps, and p2p has no server: leave it"
             )
+        if config.make("lr_schedule") != Constant():
+            raise PolytempoError(
+                "lr_schedule counts a server's updates, and p2p has no server: set "
+                "p2p:milestones=[0.5,0.75],gamma=0.1 instead"
+            )
         return PeerSimulator(
             federation, module, strategy, rounds=config.rounds, check=config.check, **world
         )
@@ -226,6 +232,7 @@ def make_simulator(
         strategy,
         slots=config.slots,
         refill=config.refill,
+        schedule=config.make("lr_schedule"),
         check=config.check,
         diagnose=config.diagnose,
         **world,

@@ -114,7 +114,7 @@ def _resume_checker(simulator: Simulator) -> None:
     checker.training = {c: flight.number for c, flight in simulator.flights.items()}
     under_way = {flight.number for flight in simulator.flights.values()} | set(simulator.transit)
     for client, sent in server.open.items():
-        for number, sent_round, sent_version in sent:
+        for number, sent_round, sent_version, _ in sent:
             if number in under_way:
                 checker.open[number] = {
                     "client": client,
@@ -122,8 +122,9 @@ def _resume_checker(simulator: Simulator) -> None:
                     "version": sent_version,
                 }
     for number in set(simulator.transit) - set(checker.open):  # will be missed
-        checker.open[number] = {"client": server.owners[number], "round": 0, "version": 0}
-    checker.ended = set(range(len(server.owners))) - set(checker.open)
+        client = simulator.transit[number].client
+        checker.open[number] = {"client": client, "round": 0, "version": 0}
+    checker.ended = set(range(server.dispatches)) - set(checker.open)
 
 
 def _flight_state(flight: Flight) -> State:
@@ -144,7 +145,7 @@ def _flight_state(flight: Flight) -> State:
         "last_step": job.last_step,
         "vectors": dict(job.vectors),
         "memory": dict(job.memory),
-        "swaps": [[swap.step, swap.params, dict(swap.vectors)] for swap in job.swaps],
+        "swaps": [[s.step, s.params, dict(s.vectors), s.lr] for s in job.swaps],
     }
 
 
@@ -177,14 +178,14 @@ def _dispatch_state(dispatch: Dispatch) -> State:
         "client": dispatch.client,
         "number": dispatch.number,
         "params": dispatch.params,
-        "anchor": dispatch.anchor,
+        "vectors": dict(dispatch.vectors),
         "task": TASKS.describe(dispatch.task),
     }
 
 
 def _dispatch(found: dict[str, Any]) -> Dispatch:
     task = TASKS.create(found["task"])
-    return Dispatch(found["client"], found["number"], found["params"], task, True, found["anchor"])
+    return Dispatch(found["client"], found["number"], found["params"], task, True, found["vectors"])
 
 
 # -- peers --------------------------------------------------------------------------------------

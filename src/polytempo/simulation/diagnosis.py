@@ -35,7 +35,7 @@ from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, ModelBank
 from polytempo.core.errors import PolytempoError
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import Dispatch, InFlights, Staleness, Update
 from polytempo.core.objective import Plain
 from polytempo.core.strategy import State, Strategy
 from polytempo.strategies.fedac import effective_steps
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 class Diagnosis:
-    """Stands in for the strategy at the server: passes every call on, to the shadows too.
+    """Stands in for the strategy at the server: answers its queries, and passes every notification
+    on, to the shadows too.
 
     `rows` holds a measurement for the first step after every so many arrivals, `influence` each
     client's share in all steps so far.
@@ -81,15 +82,27 @@ class Diagnosis:
     def shadows(self) -> tuple[Strategy, Strategy, Strategy]:
         return self.exact, self.probe, self.double
 
-    # -- what the server asks the strategy ------------------------------------------------------
+    @property
+    def everybody(self) -> tuple[Strategy, ...]:
+        return self.strategy, *self.shadows
+
+    # -- what the server asks and tells the strategy --------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.strategy, name)
 
-    def anchor_for(self, client: int) -> Tensor | None:
-        anchors = [shadow.anchor_for(client) for shadow in self.shadows]
-        self.anchors[client] = [anchor for anchor in anchors if anchor is not None]
-        return self.strategy.anchor_for(client)
+    def dispatched(self, dispatch: Dispatch) -> None:
+        client = dispatch.client
+        self.strategy.dispatched(dispatch)
+        sent = [
+            dataclasses.replace(
+                dispatch, params=shadow.model_for(client), vectors=shadow.vectors_for(client)
+            )
+            for shadow in self.shadows
+        ]
+        self.anchors[client] = [d.vectors["anchor"] for d in sent if "anchor" in d.vectors]
+        for shadow, theirs in zip(self.shadows, sent, strict=True):
+            shadow.dispatched(theirs)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         with self._aside():
@@ -101,15 +114,19 @@ class Diagnosis:
     def close_cohort(self) -> bool:
         return self._step(lambda strategy, k: strategy.close_cohort())
 
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
-        for shadow in self.shadows:
-            shadow.refresh(in_flight)
-        return self.strategy.refresh(in_flight)
+    def lost(self, client: int) -> None:
+        self.anchors.pop(client, None)
+        for strategy in self.everybody:
+            strategy.lost(client)
 
-    def urgent(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
-        for shadow in self.shadows:
-            shadow.urgent(in_flight)
-        return self.strategy.urgent(in_flight)
+    def left(self, client: int) -> None:
+        self.anchors.pop(client, None)
+        for strategy in self.everybody:
+            strategy.left(client)
+
+    def training(self, in_flight: InFlights) -> None:
+        for strategy in self.everybody:
+            strategy.training(in_flight)
 
     # -- measuring ------------------------------------------------------------------------------
 
@@ -164,7 +181,7 @@ class Diagnosis:
 
     def _step(self, call: Callable[[Strategy, int], bool]) -> bool:
         """Call the strategy and its shadows, and measure if a measurement is due."""
-        everybody = (self.strategy, *self.shadows)
+        everybody = self.everybody
         before = [strategy.model_for(0) for strategy in everybody]
         changed, *_ = [call(strategy, k) for k, strategy in enumerate(everybody)]
         last = self.rows[-1]["round"] if self.rows else 0

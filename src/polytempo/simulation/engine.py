@@ -229,7 +229,7 @@ class Engine:
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
-            model, everybody = self.strategy.model_for(0), range(self.federation.clients)
+            model, everybody = self.strategy.serve(0), range(self.federation.clients)
             if self.space.personal:
                 [scores] = self.backend.evaluate([self._exam(model, clients)])
                 return scores
@@ -246,7 +246,7 @@ class Engine:
             for client, revision in revisions.items()
             if revision[0] is None or self._scores.get(client, (None,))[0] != revision
         ]
-        exams = (self._exam(self.strategy.model_for(client), [client]) for client in changed)
+        exams = (self._exam(self.strategy.serve(client), [client]) for client in changed)
         for client, [score] in zip(changed, self.backend.evaluate(exams), strict=True):
             self._scores[client] = revisions[client], score
         return [self._scores[client][1] for client in clients]
@@ -262,8 +262,9 @@ class Engine:
         return self.memory.get(client)[PERSONAL]
 
     def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean accuracy after every client has adapted a copy of its model by plain training;
-        None if `stop` broke it off."""
+        """Mean accuracy after every client has adapted a copy of its model by plain training; None
+        if `stop` broke it off. The learning rate is the one that was set, wherever the schedule is:
+        so the figure means the same early and late in a run."""
         with self._timed("evaluation"):
             task = replace(
                 self.context.task,
@@ -278,7 +279,7 @@ class Engine:
                 jobs = []
                 for client in clients[begin : begin + together]:
                     stream = ("adapt", client, "round", self.round)
-                    model, memory = self.strategy.model_for(client), self.memory.get(client)
+                    model, memory = self.strategy.serve(client), self.memory.get(client)
                     jobs.append(Job(client, model, task, stream, memory=memory))
                     self.backend.expect(jobs[-1])
                 exams = []

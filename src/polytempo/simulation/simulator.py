@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack, cast
@@ -38,13 +39,14 @@ from torch import nn
 from polytempo.core.errors import Diverged, Refused
 from polytempo.core.messages import Action, Dispatch, Stop, Update
 from polytempo.core.rng import rng
+from polytempo.core.schedule import Schedule
 from polytempo.core.server import Server
 from polytempo.core.strategy import Refill, Strategy
 from polytempo.data import Federation
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.clusters import Clusters
 from polytempo.simulation.diagnosis import Diagnosis
-from polytempo.simulation.dropout import late
+from polytempo.simulation.dropout import Change, late
 from polytempo.simulation.engine import Engine, World
 from polytempo.simulation.metrics import over_clients
 from polytempo.training import Job, Score
@@ -81,6 +83,7 @@ class Simulator(Engine):
         *,
         slots: int | None = None,
         refill: Refill | None = None,
+        schedule: Schedule | None = None,
         check: bool = False,
         diagnose: int | None = None,
         **world: Unpack[World],
@@ -91,11 +94,12 @@ class Simulator(Engine):
             slots = clients
         elif slots is None:
             slots = min(clients, max(4, math.ceil(clients / 10)))
-        self.server = Server(strategy, self.context, slots=slots, refill=refill)
+        self.server = Server(strategy, self.context, slots=slots, refill=refill, schedule=schedule)
         self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
         self.late = late(self.changes)
+        self.changes_by = {kind: _by_count(self.changes, kind) for kind in ("round", "version")}
         self.clusters = Clusters(strategy, federation.groups)
         self.checker: Checker | None = Checker(slots) if check else None
         self.diagnosis = Diagnosis(self, diagnose) if diagnose else None
@@ -190,13 +194,20 @@ class Simulator(Engine):
         version of the model, does so now; and evaluations are due with rounds."""
         server = self.server
         self.clusters.look(server.round, self.time)
-        for index, change in enumerate(self.changes):
-            by_version = change.version is not None and version < change.version <= server.version
-            by_round = change.round is not None and round_ < change.round <= server.round
-            if by_version or by_round:
-                self._change(index)
-        due = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
-        if due and (server.refill != "cohort" or server.version > version):
+        passed = {
+            "round": range(round_ + 1, server.round + 1),
+            "version": range(version + 1, server.version + 1),
+        }
+        due = [
+            index
+            for kind, counts in passed.items()
+            for count in counts
+            for index in self.changes_by[kind].get(count, ())
+        ]
+        for index in sorted(due):
+            self._change(index)
+        evaluate = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
+        if evaluate and (server.refill != "cohort" or server.version > version):
             self._record()
 
     def _change(self, index: int) -> None:
@@ -259,7 +270,7 @@ class Simulator(Engine):
         if isinstance(fate, float):
             seconds *= fate
         stream = ("client", client, "dispatch", number)
-        vectors, memory = _vectors(dispatch), self.memory.get(client)
+        vectors, memory = dispatch.vectors, self.memory.get(client)
         job = Job(client, dispatch.params, dispatch.task, stream, vectors=vectors, memory=memory)
         download = dispatch.nbytes / self.bandwidths[client]
         upload = dispatch.params.nbytes / self.bandwidths[client]
@@ -296,8 +307,7 @@ class Simulator(Engine):
             done = math.ceil(flight.progress(self.time) * total)
             if done < (flight.job.last_step or total):
                 replaced, flight.number = flight.number, number
-                fresh = flight.job.swapped(done, multicast.params, _vectors(multicast))
-                self._change_job(flight, fresh)
+                self._change_job(flight, flight.job.swapped(done, multicast))
                 self._emit("restart", client, number, replaces=replaced, step=done)
                 return
         self._emit("missed", client, number)
@@ -327,9 +337,11 @@ class Simulator(Engine):
         return found
 
 
-def _vectors(dispatch: Dispatch) -> dict[str, torch.Tensor]:
-    if dispatch.anchor is None:
-        return {}
-    if dispatch.anchor.ndim == 1:
-        return {"anchor": dispatch.anchor}
-    return {f"candidate {k}": row for k, row in enumerate(dispatch.anchor, start=1)}
+def _by_count(changes: Sequence[Change], kind: str) -> dict[int, list[int]]:
+    """The indices of those changes that come with a round (or a version), by its number."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for index, change in enumerate(changes):
+        count = getattr(change, kind)
+        if count is not None:
+            found[count].append(index)
+    return dict(found)

@@ -4,6 +4,7 @@ every arrival. The third form, that copes with staleness, is PACE."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -61,10 +62,10 @@ class GraphStrategy(Strategy):
     def model_for(self, client: int) -> Tensor:
         return self.bank.row(client)
 
-    def anchor_for(self, client: int) -> Tensor | None:
+    def vectors_for(self, client: int) -> Mapping[str, Tensor]:
         if self.anchored and self.rows.known(client):
-            return self.bank.weighted_sum(self.rows.row(client))
-        return None
+            return {"anchor": self.bank.weighted_sum(self.rows.row(client))}
+        return {}
 
     def revision(self, client: int) -> int:
         return self.bank.revision(client)

@@ -53,7 +53,7 @@ class GradientStrategy(Strategy):
 
     def gradient(self, update: Update) -> Tensor:
         """The gradient that was uploaded, or the sum of those that the client has followed."""
-        return update.vector if self.local_steps == 1 else update.vector / -self.context.task.lr
+        return update.vector if self.local_steps == 1 else update.vector / -update.task.lr
 
     def descend(self, gradient: Tensor, rate: float | None = None) -> None:
         """w <- w - eta gradient"""

@@ -3,6 +3,7 @@ published, and asynchronous as CASA's baseline."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
@@ -47,8 +48,9 @@ class Choosing(Clustered):
         number = self.order(client)[0]
         return self.revisions[number] * self.k + number
 
-    def anchor_for(self, client: int) -> Tensor:
-        return torch.stack([self.models[number] for number in self.order(client)[1:]])
+    def vectors_for(self, client: int) -> Mapping[str, Tensor]:
+        others = enumerate(self.order(client)[1:], start=1)
+        return {f"candidate {place}": self.models[number] for place, number in others}
 
     def note_choice(self, update: Update) -> int:
         """The client is in the cluster that it chose."""

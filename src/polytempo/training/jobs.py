@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from polytempo.core.messages import Dispatch
 from polytempo.core.task import Task
 
 Vectors = Mapping[str, Tensor]
@@ -16,11 +17,12 @@ PERSONAL = "personal"  # the name of a client's own part of the model in its mem
 
 class Swap(NamedTuple):
     """A model that reaches a client in training (a multicast): after `step` steps it goes on with
-    this one."""
+    this one, at the learning rate that came with it."""
 
     step: int
     params: Tensor
     vectors: Vectors
+    lr: float
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,15 @@ class Job:
     memory: Vectors = field(default_factory=dict)  # what the client remembers
     swaps: tuple[Swap, ...] = ()
 
-    def swapped(self, step: int, params: Tensor, vectors: Vectors) -> Job:
-        """The same training with another model from that step on. What was trained before is lost,
-        and need not be trained, unless the client keeps some of it: its own part of the model, or
-        the moments of its optimiser."""
+    def swapped(self, step: int, dispatch: Dispatch) -> Job:
+        """The same training with the model of that dispatch from that step on. What was trained
+        before is lost, and need not be trained, unless the client keeps some of it: its own part of
+        the model, or the moments of its optimiser."""
+        params, vectors, lr = dispatch.params, dispatch.vectors, dispatch.task.lr
         if self.memory or self.task.keep_optimizer:
-            return replace(self, swaps=(*self.swaps, Swap(step, params, vectors)))
-        return replace(self, params=params, vectors=vectors, first_step=step)
+            return replace(self, swaps=(*self.swaps, Swap(step, params, vectors, lr)))
+        task = replace(self.task, lr=lr)
+        return replace(self, params=params, vectors=vectors, task=task, first_step=step)
 
 
 class Outcome(NamedTuple):

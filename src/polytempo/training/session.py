@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,13 +61,19 @@ class Session:
         self._swaps = list(job.swaps)
         self._data: tuple[Tensor, Tensor] | None = None
         self._order: tuple[int, Tensor] | None = None
-        self.swap(job.params, job.vectors)
+        self._receive(job.params, job.vectors)
 
     # -- beginning ---------------------------------------------------------------------------------
 
-    def swap(self, params: Tensor, vectors: Mapping[str, Tensor]) -> None:
-        """Go on from this model: at the beginning, and when another one comes on the way. What is
-        the client's own stays."""
+    def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float) -> None:
+        """Go on from this model, at this learning rate. What is the client's own stays."""
+        own = self.solver.space.split(self.vector)[1]
+        if len(own):
+            self.memory[PERSONAL] = own
+        self.task = replace(self.task, lr=lr)
+        self._receive(params, vectors)
+
+    def _receive(self, params: Tensor, vectors: Mapping[str, Tensor]) -> None:
         self.vectors, self.frozen = vectors, None
         self.begin(params)
         for step in self.task.client_steps:
@@ -125,11 +132,6 @@ class Session:
     def finished(self) -> bool:
         return self.step >= self.last
 
-    def _keep_own_part(self) -> None:
-        own = self.solver.space.split(self.vector)[1]
-        if len(own):
-            self.memory[PERSONAL] = own
-
     def rows(self, step: int) -> Tensor:
         """The samples of that step's batch: one named permutation an epoch, cut in batches."""
         per_epoch, size = self.task.batches(self.samples), self.task.batch_size
@@ -147,9 +149,8 @@ class Session:
         until = self.last if steps is None else min(self.last, begin + steps)
         while self.step < until:
             if self._swaps and self._swaps[0].step <= self.step:
-                _, params, vectors = self._swaps.pop(0)
-                self._keep_own_part()
-                self.swap(params, vectors)
+                _, params, vectors, lr = self._swaps.pop(0)
+                self.swap(params, vectors, lr)
             ahead = self._swaps[0].step if self._swaps else until
             self._descend(min(until, ahead))
         return self.step - begin
