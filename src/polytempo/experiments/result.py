@@ -28,7 +28,7 @@ from polytempo.report import (
     plot_staleness,
     write_html,
 )
-from polytempo.simulation import Engine, clusters
+from polytempo.simulation import Engine, Extension, clusters
 from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
 from polytempo.storage import replace_text
 from polytempo.training.footprint import peak_memory
@@ -36,7 +36,7 @@ from polytempo.training.footprint import peak_memory
 CLUSTERS = clusters.FIGURES
 SOMETIMES = ("accuracy_newcomers", *CLUSTERS, "diagnosis", "peers")  # null where there is none
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what an engine and its extensions show
+PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have to show
     "peers": ("Each peer's accuracy", plot_peers),
     "diagnosis": ("Why the steps are wrong, and who moves the model", plot_diagnosis),
     "clusters": ("Clusters: who belongs where, when", plot_clusters),
@@ -124,7 +124,7 @@ def summarise(
             "accuracy_worst10": last["accuracy_worst10"],
             "accuracy_adapted": last["accuracy_adapted"],
             **dict.fromkeys(SOMETIMES),
-            **simulator.figures(),
+            **{k: v for each in simulator.extensions.values() for k, v in each.figures().items()},
             "simulated_time": simulator.time,
             "time_to": {str(target): time_to(history, target) for target in TARGETS},
             "convergence_time": convergence_time(history),
@@ -156,11 +156,12 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     """history.csv, result.json, the plots and the report. Needs matplotlib for the last two."""
     replace_text(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
     write_table(folder / "history.csv", result.history)
-    if result.simulator:
-        _write_more(folder, result.simulator)
+    extensions = list(result.simulator.extensions.values()) if result.simulator else []
+    for extension in extensions:
+        _write_files(folder, extension)
     if not can_plot():
         return
-    images = _plots(folder, result)
+    images = _plots(folder, result, extensions)
     write_html(
         folder / "report.html",
         title=f"{result.summary['strategy']} on {result.summary['federation']}",
@@ -172,12 +173,12 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     )
 
 
-def _write_more(folder: Path, simulator: Engine) -> None:
-    """The tables and arrays that the engine and its extensions have."""
-    for name, rows in simulator.tables().items():
+def _write_files(folder: Path, extension: Extension) -> None:
+    """The tables and arrays that it has to show."""
+    for name, rows in extension.tables().items():
         if rows:
             write_table(folder / f"{name}.csv", rows)
-    for name, arrays in simulator.arrays().items():
+    for name, arrays in extension.arrays().items():
         with (folder / f"{name}.npz").open("wb") as file:
             np.savez_compressed(file, **arrays)
 
@@ -190,13 +191,15 @@ def can_plot() -> bool:
     return False
 
 
-def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
+def _plots(
+    folder: Path, result: RunResult, extensions: Sequence[Extension]
+) -> list[tuple[str, Path]]:
     images = [("Accuracy against simulated time", result.plot(folder / "accuracy.png"))]
     counts = {int(k): v for k, v in result.summary["staleness"].items()}
     if counts:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
-    for name, given in (result.simulator.plots() if result.simulator else {}).items():
+    for name, given in ((n, g) for each in extensions for n, g in each.plots().items()):
         caption, draw = PLOTS[name]
         images.append((caption, draw(path=folder / f"{name}.png", **given)))
     return images

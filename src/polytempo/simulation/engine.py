@@ -29,7 +29,7 @@ from polytempo.core.task import Plain, Task
 from polytempo.data import Federation
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.dropout import Dropout, NoDropout, Timeline
-from polytempo.simulation.extension import Extension, Row
+from polytempo.simulation.extension import Extension
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import Backend, Job, Score, make_backend
 
@@ -275,20 +275,6 @@ class Engine:
         if extension.name in self.extensions:
             raise PolytempoError(f"this run has an extension {extension.name!r} already")
         self.extensions[extension.name] = extension
-
-    def figures(self) -> dict[str, Any]:
-        """What the run's summary says beside what all runs have."""
-        return {k: v for each in self.extensions.values() for k, v in each.figures().items()}
-
-    def tables(self) -> dict[str, Sequence[Row]]:
-        """See `Extension`: so are `arrays` and `plots`."""
-        return {k: v for each in self.extensions.values() for k, v in each.tables().items()}
-
-    def arrays(self) -> dict[str, dict[str, Any]]:
-        return {k: v for each in self.extensions.values() for k, v in each.arrays().items()}
-
-    def plots(self) -> dict[str, dict[str, Any]]:
-        return {k: v for each in self.extensions.values() for k, v in each.plots().items()}
 
     # -- checkpoints -----------------------------------------------------------------------------
 

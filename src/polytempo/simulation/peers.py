@@ -52,8 +52,8 @@ from polytempo.nodes import (
     Token,
 )
 from polytempo.simulation.checks import PeerChecker
+from polytempo.simulation.each_peer import EachPeer
 from polytempo.simulation.engine import Engine, World
-from polytempo.simulation.extension import Row
 from polytempo.strategies.p2p import P2P
 from polytempo.training import Learner, Schedule, Score
 
@@ -133,6 +133,7 @@ class PeerSimulator(Engine):
         self.effects: list[list[float]] = [[] for _ in range(clients)]  # of fusions on accuracy
         if check:
             self.extend(PeerChecker())
+        self.extend(EachPeer(self))
 
     @property
     def round(self) -> int:
@@ -404,22 +405,6 @@ class PeerSimulator(Engine):
                 zip(self.learners, self.effects, strict=True)
             )
         ]
-
-    def figures(self) -> dict[str, Any]:
-        return super().figures() | {"peers": self.peers()}
-
-    def tables(self) -> dict[str, Sequence[Row]]:
-        return super().tables() | {"peers": self.each}
-
-    def plots(self) -> dict[str, dict[str, Any]]:
-        """When which peer was how good; those on slow devices are called so."""
-        lines: dict[str, tuple[list[float], list[float]]] = {}
-        for peer, factor in enumerate(self.factors):
-            rows = self.each[peer :: len(self.factors)]
-            speed = f", {factor:g} times slower" if factor > 1 else ""
-            times, accuracies = [row["time"] for row in rows], [row["accuracy"] for row in rows]
-            lines[f"peer {peer}{speed}"] = times, accuracies
-        return super().plots() | {"peers": {"peers": lines}}
 
     # -- checkpoints ---------------------------------------------------------------------------
 
