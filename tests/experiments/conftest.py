@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from polytempo import cli
+from polytempo.core.events import Event
 from polytempo.experiments import compare, result
 
 
@@ -96,10 +97,10 @@ def interrupt() -> Iterator[Callable[..., None]]:
     function that says of an event whether it is the one."""
     usual = cli._watch
 
-    def arm(at: int | Callable[[dict[str, Any]], bool], number: int = signal.SIGINT) -> None:
-        def attach(simulator: object, rounds: int) -> Callable[[dict[str, Any]], None]:
-            def observe(event: dict[str, Any]) -> None:
-                if at(event) if callable(at) else event["n"] == at:
+    def arm(at: int | Callable[[Event], bool], number: int = signal.SIGINT) -> None:
+        def attach(simulator: object, rounds: int) -> Callable[[Event], None]:
+            def observe(event: Event) -> None:
+                if at(event) if callable(at) else event.n == at:
                     cli._watch = usual
                     signal.raise_signal(number)
 

@@ -11,6 +11,7 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
+from polytempo.core.events import as_dict
 from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
@@ -105,7 +106,7 @@ def simulated(small, strategy, task, **options):
     quiet = {"adapt_epochs": 0, "eval_every": 10_000, "check": True}
     simulator = Simulator(small, module, strategy, task=task, devices=devices, **quiet, **options)
     log = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(60)
     return simulator, log
 

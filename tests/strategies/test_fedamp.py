@@ -9,6 +9,7 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
+from polytempo.core.events import as_dict
 from polytempo.core.objective import Plain, Proximal, Pull
 from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
@@ -256,7 +257,7 @@ def simulated(small, strategy, task, **options):
     world = {"task": task, "devices": TwoSpeed(factor=9.0), **quiet, **options}
     simulator = Simulator(small, module, strategy, **world)
     log = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(60)
     return simulator, log
 

@@ -7,6 +7,7 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Task
+from polytempo.core.events import as_dict
 from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
@@ -25,7 +26,7 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
     options = {"task": task, "slots": 3, "devices": TwoSpeed(), "adapt_epochs": 0}
     simulator = Simulator(small, module, strategy, check=True, **options)
     log: list[dict] = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(18)
     w = simulator.context.initial.numpy().copy()
     velocity = np.zeros_like(w)

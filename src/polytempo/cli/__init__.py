@@ -23,6 +23,7 @@ from polytempo.cli.peers import register as register_peers
 from polytempo.cli.settings import Config, Json, with_settings
 from polytempo.cli.tables import about_run, bench_tables
 from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.events import Event
 from polytempo.core.registry import Options
 from polytempo.data import available
 from polytempo.experiments.compare import compare as run_comparison
@@ -548,7 +549,7 @@ def _watch(progress: Progress, label: str) -> Attach:
         bar = progress.add_task(label, total=rounds, state="")
         progress.start()
 
-        def observe(event: dict[str, Any] | None = None) -> None:
+        def observe(event: Event | None = None) -> None:
             accuracy = simulator.history[-1]["accuracy"] if simulator.history else None
             state = f"t={simulator.time:,.1f}s  accuracy {percent(accuracy)}"
             progress.update(bar, completed=simulator.round, state=state)

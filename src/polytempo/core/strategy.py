@@ -62,6 +62,7 @@ from polytempo.core.task import Task
 
 IntArray = NDArray[np.int64]
 Refill = Literal["idle", "same", "cohort"]
+Kind = Literal["server", "peers"]  # of engine: clients around a server, or peers among each other
 State = dict[str, Any]  # nested, with string keys; tensors, numpy arrays and JSON values
 
 
@@ -105,6 +106,7 @@ class Strategy(Options):
     name: ClassVar[str]
     family: ClassVar[str] = "own"
     paper: ClassVar[str] = ""
+    engine: ClassVar[Kind] = "server"  # what it runs on
     refill: ClassVar[Refill] = "idle"  # who is started when a slot falls free, unless overridden
     all_slots: ClassVar[bool] = False  # every client trains all the time, unless refill is set
     single_model: ClassVar[bool] = False  # everybody is handed the same model
@@ -116,6 +118,10 @@ class Strategy(Options):
     def setup(self, context: Context) -> None:
         """Prepare for a run. Called once, before anything else."""
         self.context = context
+
+    def rounds_of_run(self, given: int, clients: int) -> int:
+        """How many rounds a run has that was given so many."""
+        return given
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         """Take an update in. Returns whether what is served has changed (a new version)."""

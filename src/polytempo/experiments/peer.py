@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Context
@@ -73,9 +73,10 @@ def run_peer(
     `wait`: begin when all clients of the federation are there, or after half a minute.
     """
     strategy = config.make("strategy")
-    if not isinstance(strategy, P2P):
+    if strategy.engine != "peers":
         name = config.strategy_table["name"]
         raise PolytempoError(f"peers on a network need the strategy p2p, not {name}")
+    strategy = cast(P2P, strategy)
     check_name("peer", id)
     check_name("run", run)
     federation = load_federation(config)

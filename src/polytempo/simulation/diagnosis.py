@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import time as wall
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -38,20 +38,24 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch, InFlights, Staleness, Update
 from polytempo.core.objective import Plain
 from polytempo.core.strategy import State, Strategy
+from polytempo.simulation.extension import Extension, Row
 from polytempo.strategies.fedac import effective_steps
 from polytempo.training import Job
 
 if TYPE_CHECKING:
     from polytempo.simulation.simulator import Simulator
 
+TERMS = ("noise", "bias", "delay", "error", "gradient")  # squared lengths
 
-class Diagnosis:
-    """Stands in for the strategy at the server: answers its queries, and passes every notification
-    on, to the shadows too.
+
+class Diagnosis(Extension):
+    """Lets the shadows run along, and measures.
 
     `rows` holds a measurement for the first step after every so many arrivals, `influence` each
     client's share in all steps so far.
     """
+
+    name = "diagnosis"
 
     def __init__(self, simulator: Simulator, every: int) -> None:
         self.simulator, self.every = simulator, every
@@ -86,52 +90,14 @@ class Diagnosis:
     def everybody(self) -> tuple[Strategy, ...]:
         return self.strategy, *self.shadows
 
-    # -- what the server asks and tells the strategy --------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.strategy, name)
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        client = dispatch.client
-        self.strategy.dispatched(dispatch)
-        sent = [
-            dataclasses.replace(
-                dispatch, params=shadow.model_for(client), vectors=shadow.vectors_for(client)
-            )
-            for shadow in self.shadows
-        ]
-        self.anchors[client] = [d.vectors["anchor"] for d in sent if "anchor" in d.vectors]
-        for shadow, theirs in zip(self.shadows, sent, strict=True):
-            shadow.dispatched(theirs)
-
-    def fold(self, update: Update, staleness: Staleness) -> bool:
-        with self._aside():
-            uploads = self._other_uploads(update)
-        self.arrivals += 1
-        given = [update, *(dataclasses.replace(update, vector=vector) for vector in uploads)]
-        return self._step(lambda strategy, k: strategy.fold(given[k], staleness))
-
-    def close_cohort(self) -> bool:
-        return self._step(lambda strategy, k: strategy.close_cohort())
-
-    def lost(self, client: int) -> None:
-        self.anchors.pop(client, None)
-        for strategy in self.everybody:
-            strategy.lost(client)
-
-    def left(self, client: int) -> None:
-        self.anchors.pop(client, None)
-        for strategy in self.everybody:
-            strategy.left(client)
-
-    def training(self, in_flight: InFlights) -> None:
-        for strategy in self.everybody:
-            strategy.training(in_flight)
+    def stand_in(self) -> Strategy:
+        """What the server is given in place of the strategy."""
+        return cast(Strategy, Shadowed(self))
 
     # -- measuring ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Before the first arrival: everybody's gradient at the initial model."""
+    def started(self) -> None:
+        """Everybody's gradient at the initial model."""
         self._set_gradients(self.strategy.model_for(0))
 
     @property
@@ -179,7 +145,14 @@ class Diagnosis:
             for shadow, move in zip(self.shadows, (away, *units), strict=True)
         ]
 
-    def _step(self, call: Callable[[Strategy, int], bool]) -> bool:
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        with self._aside():
+            uploads = self._other_uploads(update)
+        self.arrivals += 1
+        given = [update, *(dataclasses.replace(update, vector=vector) for vector in uploads)]
+        return self.step(lambda strategy, k: strategy.fold(given[k], staleness))
+
+    def step(self, call: Callable[[Strategy, int], bool]) -> bool:
         """Call the strategy and its shadows, and measure if a measurement is due."""
         everybody = self.everybody
         before = [strategy.model_for(0) for strategy in everybody]
@@ -243,10 +216,27 @@ class Diagnosis:
     def _aside(self) -> _Aside:
         return _Aside(self.simulator.wall)
 
+    # -- what there is to show ------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """Means over the measurements, and the clients' shares of influence."""
+        if not self.rows:
+            return {}
+        means = {term: sum(row[term] for row in self.rows) / len(self.rows) for term in TERMS}
+        rest = {"influence": self.influence.tolist(), "measurements": len(self.rows)}
+        return {"diagnosis": means | rest}
+
+    def tables(self) -> dict[str, Sequence[Row]]:
+        return {"diagnosis": self.rows}
+
+    def plots(self) -> dict[str, dict[str, Any]]:
+        if not self.rows:
+            return {}
+        return {"diagnosis": {"rows": self.rows, "influence": self.influence.tolist()}}
+
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def save(self) -> State:
-        """What a checkpoint must hold (`state_dict` is the strategy's)."""
+    def state_dict(self) -> State:
         return {
             "shadows": {str(k): shadow.state_dict() for k, shadow in enumerate(self.shadows)},
             "gradients": self.gradients.state_dict(),
@@ -255,12 +245,57 @@ class Diagnosis:
             "arrivals": self.arrivals,
         }
 
-    def load(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         for k, shadow in enumerate(self.shadows):
             shadow.load_state_dict(state["shadows"][str(k)])
         self.gradients.load_state_dict(state["gradients"])
         self.anchors = {int(client): anchors for client, anchors in state["anchors"].items()}
         self.rows, self.arrivals = list(state["rows"]), state["arrivals"]
+
+
+class Shadowed:
+    """Stands in for the strategy at the server: answers its queries, and passes every notification
+    on, to the shadows too."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self.diagnosis, self.strategy = diagnosis, diagnosis.strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strategy, name)
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        client, shadows = dispatch.client, self.diagnosis.shadows
+        self.strategy.dispatched(dispatch)
+        sent = [
+            dataclasses.replace(
+                dispatch, params=shadow.model_for(client), vectors=shadow.vectors_for(client)
+            )
+            for shadow in shadows
+        ]
+        anchors = [each.vectors["anchor"] for each in sent if "anchor" in each.vectors]
+        self.diagnosis.anchors[client] = anchors
+        for shadow, theirs in zip(shadows, sent, strict=True):
+            shadow.dispatched(theirs)
+
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        return self.diagnosis.fold(update, staleness)
+
+    def close_cohort(self) -> bool:
+        return self.diagnosis.step(lambda strategy, k: strategy.close_cohort())
+
+    def lost(self, client: int) -> None:
+        self.diagnosis.anchors.pop(client, None)
+        for strategy in self.diagnosis.everybody:
+            strategy.lost(client)
+
+    def left(self, client: int) -> None:
+        self.diagnosis.anchors.pop(client, None)
+        for strategy in self.diagnosis.everybody:
+            strategy.left(client)
+
+    def training(self, in_flight: InFlights) -> None:
+        for strategy in self.diagnosis.everybody:
+            strategy.training(in_flight)
 
 
 class _Aside:

@@ -20,8 +20,9 @@ Theory of operation
    come every so many rounds; of a synchronous method, when the cohort is complete that reaches the
    round, so that a model is not dated later than it was there. Accuracies are over the clients that
    are there or have been: a newcomer counts from when it joins.
-6. Every event goes to the observers (event log, invariant checker, progress bar) and into a
-   running fingerprint: two runs with equal fingerprints did the same, bit for bit.
+6. Every event (`core/events.py`) goes to the extensions (invariant checker, clusters), to the
+   observers (event log, progress bar) and into a running fingerprint: two runs with equal
+   fingerprints did the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,47 +30,37 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Unpack, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import nn
 
+from polytempo.core import events
 from polytempo.core.errors import Diverged, Refused
 from polytempo.core.messages import Action, Dispatch, Stop, Update
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Schedule
 from polytempo.core.server import Server
-from polytempo.core.strategy import Refill, Strategy
+from polytempo.core.strategy import Refill, State, Strategy
 from polytempo.data import Federation
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.clusters import Clusters
 from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Change, late
 from polytempo.simulation.engine import Engine, World
-from polytempo.simulation.metrics import over_clients
-from polytempo.training import Job, Score
+from polytempo.simulation.flight import (
+    Flight,
+    dispatch_state,
+    flight_state,
+    read_dispatch,
+    read_flight,
+)
+from polytempo.simulation.newcomers import Newcomers
+from polytempo.training import Job
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
-
-
-@dataclass
-class Flight:
-    """A client in training."""
-
-    first: int  # the dispatch that started it
-    number: int  # the dispatch whose model it trains (a multicast may have taken over)
-    job: Job
-    begin: float  # training begins, after the download
-    seconds: float  # of training
-    upload: float  # seconds of the upload
-    lost: bool = False
-    ticket: int = -1  # counter of its arrival event; an older one in the queue is void
-
-    def progress(self, time: float) -> float:
-        """The share of its training that the client has done by then."""
-        return max(0.0, (time - self.begin) / self.seconds)
 
 
 class Simulator(Engine):
@@ -100,11 +91,15 @@ class Simulator(Engine):
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
         self.late = late(self.changes)
         self.changes_by = {kind: _by_count(self.changes, kind) for kind in ("round", "version")}
-        self.clusters = Clusters(strategy, federation.groups)
-        self.checker: Checker | None = Checker(slots) if check else None
-        self.diagnosis = Diagnosis(self, diagnose) if diagnose else None
-        if self.diagnosis:
-            self.server.strategy = cast(Strategy, self.diagnosis)
+        if check:
+            self.extend(Checker(slots))
+        if diagnose:
+            diagnosis = Diagnosis(self, diagnose)
+            self.server.strategy = diagnosis.stand_in()
+            self.extend(diagnosis)
+        self.extend(Clusters(self))
+        if self.late:
+            self.extend(Newcomers(self))
 
     @property
     def round(self) -> int:
@@ -117,15 +112,11 @@ class Simulator(Engine):
     # -- running -------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.started = True
         for index, change in enumerate(self.changes):
             if change.timed and change.time > 0:  # for others, see `_counted`
                 self._push(change.time, CHANGE, change.client, index, 0)
         actions = self.server.join(set(range(self.federation.clients)) - self.late)
-        self.clusters.look(0, self.time)
         self._record()
-        if self.diagnosis:
-            self.diagnosis.start()
         self._act(actions)
 
     def _go_on(self) -> None:
@@ -134,8 +125,8 @@ class Simulator(Engine):
 
     def _step(self) -> None:
         time, priority, counter, client, index, number = heapq.heappop(self.queue)
-        if self.checker:
-            self.checker.popped((time, priority, counter))
+        for extension in self.extensions.values():
+            extension.popped((time, priority, counter))
         flight = self.flights.get(client)
         if priority == ARRIVE and (flight is None or flight.ticket != counter):
             return  # the client has left, or an urgent request has moved its arrival
@@ -175,8 +166,7 @@ class Simulator(Engine):
         self.memory.set(client, memory)
         self.staleness[stale.rounds] += 1
         self._count("upload", update.nbytes)
-        details = {"staleness": stale.rounds, "versions": stale.versions}
-        self._emit("upload", client, flight.number, **details)
+        self._emit(events.Upload, client, flight.number, stale.rounds, stale.versions)
         self._act(actions)
         self._counted(self.server.round - 1, version)
 
@@ -185,7 +175,7 @@ class Simulator(Engine):
         flight = self.flights.pop(client)
         self.backend.forget(flight.job)
         actions = tell(client)
-        self._emit("drop", client, flight.number)
+        self._emit(events.Drop, client, flight.number)
         self._act(actions)
         self._counted(self.server.round, version)
 
@@ -193,7 +183,6 @@ class Simulator(Engine):
         """The counters were these, and have gone up perhaps. Who comes or goes with a round, or a
         version of the model, does so now; and evaluations are due with rounds."""
         server = self.server
-        self.clusters.look(server.round, self.time)
         passed = {
             "round": range(round_ + 1, server.round + 1),
             "version": range(version + 1, server.version + 1),
@@ -216,10 +205,10 @@ class Simulator(Engine):
         if change.available:
             new = client not in self.server.known
             actions = self.server.join([client])
-            self._emit("join" if new and self.server.round else "return", client)
+            self._emit(events.Join if new and self.server.round else events.Return, client)
             self._act(actions)
             return
-        self._emit("leave", client)
+        self._emit(events.Leave, client)
         if not change.for_good:
             self.server.away(client)
         elif client in self.flights:
@@ -233,20 +222,20 @@ class Simulator(Engine):
         for action in actions:
             client = action.client
             if isinstance(action, Stop):
-                self._emit("urgent", client, action.number)
+                self._emit(events.Urgent, client, action.number)
                 self._post(STOP, action, 0.0)
             elif self.sent >= self.budget:
                 return  # the run ends here
             elif action.preempt:
                 self._count("multicast", action.nbytes)
-                self._emit("multicast", client, action.number)
+                self._emit(events.Multicast, client, action.number)
                 if self._post(DELIVER, action, action.nbytes / self.bandwidths[client]):
                     self.transit[action.number] = action
                 else:
-                    self._emit("missed", client, action.number)
+                    self._emit(events.Missed, client, action.number)
             else:
                 self._count("dispatch", action.nbytes)
-                self._emit("dispatch", client, action.number)
+                self._emit(events.Dispatch, client, action.number)
                 self._launch(action)
 
     def _post(self, priority: int, message: Action, delay: float) -> bool:
@@ -308,9 +297,9 @@ class Simulator(Engine):
             if done < (flight.job.last_step or total):
                 replaced, flight.number = flight.number, number
                 self._change_job(flight, flight.job.swapped(done, multicast))
-                self._emit("restart", client, number, replaces=replaced, step=done)
+                self._emit(events.Restart, client, number, replaced, done)
                 return
-        self._emit("missed", client, number)
+        self._emit(events.Missed, client, number)
 
     def _stop(self, flight: Flight) -> None:
         """An urgent request reaches the client: the epoch in progress is its last."""
@@ -328,13 +317,21 @@ class Simulator(Engine):
         """The clients that are or have been there; all, if nobody has been yet."""
         return sorted(self.server.known) or super()._there()
 
-    def _more(self, scores: Mapping[int, Score]) -> dict[str, Any]:
-        self.clusters.keep_similarity(self.round, self.time)
-        found = self.clusters.figures()
-        if self.late:
-            new = [score for client, score in scores.items() if client in self.late]
-            found["accuracy_newcomers"] = over_clients(new)["accuracy"] if new else None
-        return found
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return super().state_dict() | {
+            "server": self.server.state_dict(),
+            "flights": [flight_state(flight) for flight in self.flights.values()],
+            "transit": [dispatch_state(dispatch) for dispatch in self.transit.values()],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.server.load_state_dict(state["server"])
+        flights = [read_flight(found) for found in state["flights"]]
+        self.flights = {flight.job.client: flight for flight in flights}
+        self.transit = {found["number"]: read_dispatch(found) for found in state["transit"]}
 
 
 def _by_count(changes: Sequence[Change], kind: str) -> dict[int, list[int]]:
