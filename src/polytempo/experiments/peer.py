@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from polytempo.experiments.run import load_federation
 from polytempo.models import Inputs, build
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
+from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import check_name
 from polytempo.storage import replace_text
@@ -125,7 +127,7 @@ def run_peer(
     fixed |= {name: getattr(config, name) for name in FIXED}
     folder = Folder(out, id, watch)
     try:
-        driver = Driver(learner, plan, address, folder, evaluate, fixed)
+        driver = Driver(learner, plan, partial(Link, address=address), folder, evaluate, fixed)
         write_config(out / "config.toml", config)
         found = driver.run(interrupted)
     finally:

@@ -11,20 +11,8 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch
 from polytempo.core.strategy import State
 from polytempo.core.task import Task
-from polytempo.nodes import (
-    Claiming,
-    Exchanging,
-    Fusion,
-    Granted,
-    Identity,
-    Idle,
-    Peer,
-    Pending,
-    Snapshot,
-    Token,
-)
 from polytempo.simulation.engine import Engine
-from polytempo.simulation.peers import PeerSimulator, Post
+from polytempo.simulation.peers import PeerSimulator
 from polytempo.simulation.simulator import Flight, Simulator
 from polytempo.training import Job
 
@@ -51,7 +39,7 @@ def snapshot(engine: Engine) -> State:
         "fingerprint": engine.fingerprint,
     }
     if isinstance(engine, PeerSimulator):
-        return state | _peers_state(engine)
+        return state | engine.peers_state()
     assert isinstance(engine, Simulator)
     return state | {
         "server": engine.server.state_dict(),
@@ -76,7 +64,7 @@ def restore(engine: Engine, state: State) -> None:
             "is; bring the old files back, or start the run anew"
         )
     if isinstance(engine, PeerSimulator):
-        _restore_peers(engine, state)
+        engine.load_peers_state(state)
     engine.time, engine.counter = state["time"], state["counter"]
     engine.queue = [tuple(item) for item in state["queue"]]
     engine.started = state["started"]
@@ -181,74 +169,3 @@ def _dispatch_state(dispatch: Dispatch) -> State:
 def _dispatch(found: dict[str, Any]) -> Dispatch:
     task = _TASKS.validate_python(found["task"])
     return Dispatch(found["client"], found["number"], found["params"], task, True, found["anchor"])
-
-
-# -- peers --------------------------------------------------------------------------------------
-
-COUNTS = ("incarnations", "answers", "local_rounds", "pairings", "each", "effects")
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(Identity, Token, Snapshot, Fusion, Post),
-        *(Idle, Pending, Claiming, Granted, Exchanging),
-    )
-}
-
-
-def _peers_state(engine: PeerSimulator) -> State:
-    return {
-        "target": engine.learners[0].schedule.target,
-        "learners": [learner.state_dict() for learner in engine.learners],
-        "machines": {str(c): _spell(_memory(each)) for c, each in engine.machines.items()},
-        "posts": {str(number): _spell(post) for number, post in engine.posts.items()},
-        "training": {str(client): ticket for client, ticket in engine.training.items()},
-        "lost": sorted(engine.lost),
-        **{name: getattr(engine, name) for name in COUNTS},
-        "checker": vars(engine.checker) if engine.checker else None,
-    }
-
-
-def _restore_peers(engine: PeerSimulator, state: State) -> None:
-    target = engine.learners[0].schedule.target
-    if state["target"] != target:
-        raise PolytempoError(
-            f"the peers were on their way to {state['target']} iterations, with the learning rates "
-            f"that belong to it, and not to {target}; leave --rounds as it was, or start anew"
-        )
-    for client, (learner, saved) in enumerate(zip(engine.learners, state["learners"], strict=True)):
-        learner.load_state_dict(saved)
-        engine.strategy.models[client] = learner.params
-    engine.incarnations = state["incarnations"]
-    for client, memory in state["machines"].items():
-        engine.machines[int(client)] = machine = engine.machine(int(client))
-        vars(machine).update(_read(memory))
-    engine.posts = {int(number): _read(post) for number, post in state["posts"].items()}
-    engine.training = {int(client): ticket for client, ticket in state["training"].items()}
-    engine.lost = set(state["lost"])
-    for name in COUNTS:
-        setattr(engine, name, state[name])
-    if engine.checker and state["checker"]:
-        vars(engine.checker).update(state["checker"])
-
-
-def _memory(machine: Peer) -> State:
-    """What a machine remembers: all but its options."""
-    return {key: value for key, value in vars(machine).items() if key != "decision"}
-
-
-def _spell(value: Any) -> Any:
-    """Phases, tokens, snapshots and the like as tables that name their kind."""
-    kind = type(value).__name__
-    if kind in _KINDS:
-        parts = getattr(value, "_asdict", lambda: vars(value))()
-        return {kind: {key: _spell(part) for key, part in parts.items()}}
-    if isinstance(value, dict):
-        return {"dict": {key: _spell(part) for key, part in value.items()}}
-    return [_spell(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, dict):
-        [(kind, parts)] = value.items()
-        return _KINDS.get(kind, dict)(**{key: _read(part) for key, part in parts.items()})
-    return [_read(part) for part in value] if isinstance(value, list) else value

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from polytempo.core.strategy import State
+
 Event = Mapping[str, Any]
 
 
@@ -154,3 +156,16 @@ class PeerChecker(Clock):
             self._require(client in pair and client not in fused, event, f"{fused} of {pair} have")
             self._require(len(self.sent.get(ticket, [])) == 2, event, "models were not exchanged")
             fused.append(client)
+
+    def state_dict(self) -> State:
+        return {
+            "time": self.time,
+            "number": self.number,
+            "granted": self.granted,
+            "sent": self.sent,
+            "fused": self.fused,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.time, self.number = state["time"], state["number"]
+        self.granted, self.sent, self.fused = state["granted"], state["sent"], state["fused"]
