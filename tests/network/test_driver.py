@@ -1,6 +1,7 @@
 """A peer that trains and fuses, is interrupted, and goes on as if nothing had happened."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from polytempo.core.parameters import ParameterSpace
 from polytempo.core.task import Task
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
+from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.nodes import DECISIONS, FUSIONS
 from polytempo.training import Learner, Schedule
@@ -32,7 +34,8 @@ def driver(folder, name, address, target=60, decision="never", watch=lambda even
         **plan,
     )
     evaluate = lambda learner: learner.evaluate(x, y).correct / len(y)  # noqa: E731
-    return Driver(learner, chosen, address, Folder(folder, name, watch), evaluate, {"seed": 1})
+    join = partial(Link, address=address)
+    return Driver(learner, chosen, join, Folder(folder, name, watch), evaluate, {"seed": 1})
 
 
 @pytest.fixture
@@ -90,12 +93,12 @@ def is_fused(event):
 
 
 def test_training_stops_with_the_error_that_the_network_met(tmp_path, addresses):
-    """A failure in the machine's thread is not swallowed, and what was learnt is saved."""
+    """A failure in the node's thread is not swallowed, and what was learnt is saved."""
     one = driver(tmp_path / "a", "ann", addresses[0], 10**6, "always", pause=0.01)
     one.wire.key = broken(one.wire.key)
     with pytest.raises(ZeroDivisionError):
         one.run()
-    assert one.folder.load()["learner"]["iteration"] == one.learner.iteration > 0
+    assert one.folder.load()["node"]["learner"]["iteration"] == one.learner.iteration > 0
     wait_until(lambda: not any("polytempo" in t.name for t in threading.enumerate()))
 
 

@@ -102,7 +102,7 @@ def _link(name: str, address: Address, parameters: int) -> tuple[Link, threading
         if event == "paired":
             paired.set()
 
-    return Link(node, Wire("bench", space), address, record), paired
+    return Link(node, Wire("bench", space), record, address), paired
 
 
 def _own(address: Address, parameters: int, over: Event) -> None:

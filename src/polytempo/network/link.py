@@ -67,8 +67,8 @@ _POLL = 0.02  # seconds between two looks at something that another thread bring
 class Link:
     """A peer's place in the network, from `with` to its end."""
 
-    def __init__(self, node: PeerNode, wire: Wire, address: Address, record: Record) -> None:
-        self.node, self.wire, self.address, self.record = node, wire, address, record
+    def __init__(self, node: PeerNode, wire: Wire, record: Record, address: Address) -> None:
+        self.node, self.wire, self.record, self.address = node, wire, record, address
         self.present: dict[str, int] = {}  # the incarnation of each other peer that lives
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._deadlines: list[tuple[float, int, Token]] = []
