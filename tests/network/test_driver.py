@@ -14,7 +14,7 @@ from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
-from polytempo.nodes import DECISIONS, FUSIONS
+from polytempo.nodes import DECISIONS, FUSIONS, Stop
 from polytempo.training import Learner, Schedule
 
 
@@ -107,3 +107,36 @@ def broken(key):
         return 1 / 0 if kind == "ticket" and "**" not in parts else key(kind, *parts)
 
     return of
+
+
+class Heard:
+    """A place in a network where nobody else is; keeps what the driver says."""
+
+    def __init__(self, node, wire, record):
+        self.node, self.present, self.failure, self.events = node, {}, None, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_for(self, others, seconds, stop):
+        return True
+
+    def tell(self, event):
+        self.events.append(type(event).__name__)
+        return sum(action.steps for action in self.node.handle(event) if hasattr(action, "steps"))
+
+    def leave(self):
+        self.tell(Stop())
+
+
+def test_an_interrupt_is_told_before_the_round_ends(tmp_path, addresses):
+    """Then nothing is fused at its end: nobody would train on it before the result is written."""
+    one = driver(tmp_path / "a", "ann", addresses[0])
+    places = []
+    one.join = lambda *what: places.append(Heard(*what)) or places[-1]
+    looks = iter([False, False, True])
+    assert one.run(lambda: next(looks))["iterations"] == 10
+    assert places[0].events == ["Started", "RoundEnded", "Stop", "RoundEnded", "Stop"]

@@ -16,7 +16,7 @@ from polytempo.simulation.peers import PeerSimulator
 from polytempo.simulation.simulator import Flight, Simulator
 from polytempo.training import Job
 
-FORMAT = 4
+FORMAT = 5
 _TASKS = TypeAdapter(Task)
 
 

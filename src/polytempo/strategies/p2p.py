@@ -30,10 +30,11 @@ class P2P(Strategy):
     `local_steps`: iterations of a local round. `target`: iterations of each peer in the whole run,
     which has as many rounds as that takes; None: what it takes for the run's rounds, shared
     equally. At each of the `milestones`, shares of the target, the learning rate is multiplied by
-    `gamma`. A peer that has reached its target takes part no more. `common_test`: every peer is
-    tested on the test samples of all (the paper), not only on its own; slower, and of use where all
-    hold data of one kind. `score_fusions`: test each model just before and just after a fusion too
-    (slow): what fusions do to whom.
+    `gamma`. A peer that has reached its target takes part no more, and discards what it received in
+    its last local round: nobody would train on the mixture. `common_test`: every peer is tested on
+    the test samples of all (the paper), not only on its own; slower, and of use where all hold data
+    of one kind. `score_fusions`: test each model just before and just after a fusion too (slow):
+    what fusions do to whom.
 
     A round is a local round of one peer, and a version a pairing. Slots have no meaning: all peers
     train all the time.
