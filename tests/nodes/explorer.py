@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -188,42 +188,48 @@ class Explorer:
             if isinstance(value, dict):
                 setattr(peer, field, value.copy())
         before = peer.phase
-        sent: set[Event] = set()
+        sent: list[Event] = []  # in order, for worlds are counted the same each time
         announced = withdrawn = cancelled = 0
         facts: list[Fact] = []
         for action in peer.handle(happens):
             match action:
                 case Announce(token):
                     announced |= self.tokens.bit(token)
-                    sent |= self.tell(present, Appeared(token), me)
+                    sent += self.tell(present, Appeared(token), me)
                 case Withdraw(token):
                     withdrawn |= self.tokens.bit(token)
-                    sent |= self.tell(present, Vanished(token), me)
+                    sent += self.tell(present, Vanished(token), me)
                 case Claim(token):
-                    sent.add((token.owner, Claimed(me, token)))
+                    sent.append((token.owner, Claimed(me, token)))
                 case AnswerClaim(to, token, granted):
-                    sent.add((to, ClaimAnswered(token, granted)))
+                    sent.append((to, ClaimAnswered(token, granted)))
                     facts += [("granted", token, to)] if granted else []
                 case Exchange(token, snapshot):
                     facts.append(("granted", token, me))
-                    sent.add((token.owner, Exchanged(me, token, snapshot)))
+                    sent.append((token.owner, Exchanged(me, token, snapshot)))
                 case AnswerExchange(to, token, answer):
-                    sent.add((to, ExchangeAnswered(token, answer)))
+                    sent.append((to, ExchangeAnswered(token, answer)))
                 case Paired(fusion):
                     facts.append(("fused", fusion.token, me, fusion.partner))
                 case SetDeadline(token):
-                    sent.add((me, DeadlinePassed(token)))
+                    sent.append((me, DeadlinePassed(token)))
         if isinstance(before, Granted) and peer.phase != before:
             cancelled = self.events.bit((me, DeadlinePassed(before.token)))
-        mask = sum(self.events.bit(e) for e in sent if place_of(e[0], present) is not None)
+        mask = self.mask(e for e in sent if place_of(e[0], present) is not None)
         self._effects[key] = effect = Effect(
             self.number(peer), mask, cancelled, announced, withdrawn, tuple(facts)
         )
         return effect
 
-    def tell(self, present: tuple[int, ...], what: Any, besides: Identity) -> set[Event]:
+    def tell(self, present: tuple[int, ...], what: Any, besides: Identity) -> list[Event]:
         everybody = (Identity(NAMES[i], number) for i, number in enumerate(present) if number > 0)
-        return {(who, what) for who in everybody if who != besides}
+        return [(who, what) for who in everybody if who != besides]
+
+    def mask(self, events: Iterable[Event]) -> int:
+        found = 0
+        for event in events:
+            found |= self.events.bit(event)
+        return found
 
     # -- one event ------------------------------------------------------------------------------
 
@@ -262,16 +268,14 @@ class Explorer:
     def die(self, world: World, place: int) -> World:
         me = Identity(NAMES[place], world.present[place])
         present = changed(world.present, place, -world.present[place])
-        standing, news = world.standing, set()
+        standing, news = world.standing, []
         if self.presence:
             news = self.tell(present, Gone(me), me)
             for token in self.tokens.members(world.standing):
                 if token.owner == me:
                     standing &= ~self.tokens.bit(token)
-                    news |= self.tell(present, Vanished(token), me)
-        net = sum(self.events.bit(e) for e in self.events.members(world.net) if e[0] != me)
-        for event in news:
-            net |= self.events.bit(event)
+                    news += self.tell(present, Vanished(token), me)
+        net = self.mask(e for e in self.events.members(world.net) if e[0] != me) | self.mask(news)
         peers = changed(world.peers, place, -1)
         return world._replace(peers=peers, present=present, net=net, standing=standing)
 

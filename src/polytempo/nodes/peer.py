@@ -119,12 +119,11 @@ class PeerNode:
             case Started():
                 return [*self._stop_if_complete(), *self._train()]
             case RoundEnded():
-                stop = self._stop_if_complete()
-                fused = [] if self.stopped else self._fuse()
-                learner = self.learner
-                progress = learner.iteration / self.target
-                snapshot = Snapshot(learner.params, progress, learner.iteration)
-                return [*fused, *stop, *self._pair(Boundary(snapshot)), *self._train()]
+                actions = self._stop_if_complete()  # first: who has stopped has nothing to fuse
+                actions += self._fuse()
+                iteration = self.learner.iteration
+                snapshot = Snapshot(self.learner.params, iteration / self.target, iteration)
+                return [*actions, *self._pair(Boundary(snapshot)), *self._train()]
             case _:
                 return self._pair(event)
 

@@ -189,9 +189,8 @@ class ExchangeAnswered:
     snapshot: Snapshot | None
 
 
-PairingEvent: TypeAlias = (
-    Boundary
-    | Stop
+News: TypeAlias = (
+    Stop
     | Appeared
     | Vanished
     | Gone
@@ -201,7 +200,8 @@ PairingEvent: TypeAlias = (
     | ClaimAnswered
     | ExchangeAnswered
 )
-Event: TypeAlias = Started | RoundEnded | PairingEvent
+PairingEvent: TypeAlias = Boundary | News
+Event: TypeAlias = Started | RoundEnded | News
 
 
 # -- actions ------------------------------------------------------------------------------------
