@@ -79,8 +79,6 @@ def cases() -> dict[str, tuple[str, str, str, dict[str, Any]]]:
     for data in DATA:
         for solver in SOLVERS:
             for name in pt.STRATEGIES:
-                if name == "p2p" and solver != "torch":
-                    continue
                 found[f"{name} | {data} | {solver}"] = (name, data, solver, {})
     for label, (name, settings) in EXTRA.items():
         for solver in SOLVERS:
@@ -114,7 +112,7 @@ def fingerprint(case: tuple[str, str, str, dict[str, Any]]) -> str:
         model=model,
         strategy=strategy,
         rounds=rounds * (3 if strategy == "p2p" else 1),
-        **{**given, **options, **settings, **({} if strategy == "p2p" else SOLVERS[solver])},
+        **{**given, **options, **settings, **SOLVERS[solver]},
     )
     digest = hashlib.sha256()
     for row in result.history:

@@ -45,11 +45,18 @@ def check(logs: dict[str, list[dict]], end: float | None = None) -> list[str]:
 
 
 def grants_and_fusions(logs):
-    """One grant a ticket; one fusion a ticket and side, by the pair alone; and a claimer that has
-    fused has an owner that has taken its model in."""
+    """One grant a ticket; one fusion a ticket and side, by the pair alone; a claimer that has
+    fused has an owner that has taken its model in; and what was taken in is fused, or discarded by
+    a peer that trains no more."""
     grants, pairings, fusions = defaultdict(list), defaultdict(list), defaultdict(list)
+    discarded, ended = set(), set()
     for peer, events in logs.items():
         for event in events:
+            if event["event"] == "discarded":
+                discarded.add((tuple(event["token"]), event["side"]))
+                ended.add((peer, event["incarnation"]))
+            if event["event"] == "fused" and (peer, event["incarnation"]) in ended:
+                yield f"{peer} fused after it had discarded a model as one that trains no more"
             if event["event"] in ("granted", "paired", "fused"):
                 token, by = tuple(event["token"]), (peer, event["incarnation"])
                 kinds = {"granted": grants, "paired": pairings, "fused": fusions}
@@ -77,7 +84,8 @@ def grants_and_fusions(logs):
             yield f"ticket {token}: its claimer {by} fused, its owner did not"
     for (token, side), [(by, _), *_] in pairings.items():
         last = [e["event"] for e in logs[by[0]] if e["incarnation"] == by[1]][-1:]
-        if (token, side) not in fusions and last == ["stopped"]:  # it was not killed meanwhile
+        settled = (token, side) in fusions or (token, side) in discarded
+        if not settled and last == ["stopped"]:  # it was not killed meanwhile
             yield f"ticket {token}: {by} took a model in as {side} and never fused it"
 
 

@@ -1,5 +1,6 @@
 """What the tests of the network share: peers within one process."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +12,8 @@ from polytempo.core.layout import Layout
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import Wire
-from polytempo.nodes import DECISIONS, Peer
+from polytempo.nodes import DECISIONS, Pairing, RoundEnded
+from still import still_node
 
 
 @dataclass
@@ -25,15 +27,17 @@ class Place:
     def wire(self, run="test"):
         return Wire(run, Layout(nn.Linear(self.size - 1, 1)))
 
-    def enter(self, name, decision="always", incarnation=1, connect=0, **options):
+    def enter(self, name, decision="always", incarnation=1, connect=0, budget=math.inf, **options):
         """A peer that listens on the next port and calls another (the first, unless it is said
-        otherwise), and what it recorded."""
+        otherwise), and what it recorded. Its target is 40 steps."""
         where = [f"tcp/127.0.0.1:{port}" for port in self.ports]
         number = len(self.links)
         address = Address([where[number]], [where[connect]] if number != connect else [])
-        peer = Peer(name, incarnation, DECISIONS.create(decision), peers=2, **options)
+        pairing = Pairing(name, incarnation, DECISIONS.create(decision), peers=2, **options)
+        node = still_node(pairing, torch.zeros(self.size), budget=budget)
         events = []
-        link = Link(peer, self.wire(), address, lambda event, **what: events.append((event, what)))
+        record = lambda event, **what: events.append((event, what))  # noqa: E731
+        link = Link(node, self.wire(), record, address)
         link.events = events
         self.links.append(link.__enter__())
         return link
@@ -41,6 +45,17 @@ class Place:
     def leave(self, link):
         link.__exit__()
         self.links.remove(link)
+
+
+def ends_round(link, params, iteration=20):
+    """The peer's local round ends with this model."""
+    link.node.learner.params, link.node.learner.iteration = params, iteration
+    link.tell(RoundEnded())
+
+
+@pytest.fixture
+def end_round():
+    return ends_round
 
 
 @pytest.fixture

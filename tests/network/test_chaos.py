@@ -52,6 +52,7 @@ BAD = {
     "never granted": (ANN[1:], BOB),
     "granted to ('carl', 1) and paired by ('bob', 1)": ((granted("carl"), *ANN[1:]), BOB),
     "never fused it": ((*ANN[:2], STOPPED), BOB),
+    "fused after it had discarded": (ANN, (paired("claimer", "discarded"), *BOB)),
     "never paired": (ANN, (fused("claimer"), STOPPED)),
     "Claiming for 20.0 s": (ANN, (phase("Claiming"), {**phase("Idle"), "time": 20.0})),
     "Granted for 50.0 s": (ANN, (phase("Granted"), {"event": "left", "time": 50.0})),
@@ -71,6 +72,11 @@ BAD = {
 def test_what_should_not_happen_is_found(what):
     ann, bob = BAD[what]
     assert any(what in line for line in check({"ann": log("ann", *ann), "bob": log("bob", *bob)}))
+
+
+def test_who_has_finished_discards_what_comes_in():
+    bob = (paired("claimer"), paired("claimer", "discarded"), STOPPED)
+    assert check({"ann": log("ann", *ANN), "bob": log("bob", *bob)}) == []
 
 
 def test_who_was_killed_need_not_have_fused():

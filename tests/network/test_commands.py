@@ -134,6 +134,8 @@ def test_only_loopback_addresses_are_safe_without_certificates():
 def test_people_are_told_what_matters():
     said = {"peer": "a", "iteration": 7, "event": "fused", "partner": ["bob", 1]}
     assert in_words(said) == "iteration 7: fused with bob"
+    late = in_words({**said, "event": "discarded"})
+    assert late == "iteration 7: a model of bob came too late to train on"
     assert in_words({**said, "event": "phase", "phase": "Idle"}) is None
     board = Board()
     board.note({**said, "event": "started", "target": 9})

@@ -1,6 +1,7 @@
 """A peer that trains and fuses, is interrupted, and goes on as if nothing had happened."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from polytempo.core.layout import Layout
 from polytempo.core.task import Task
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
+from polytempo.network.link import Link
 from polytempo.network.session import Address
-from polytempo.nodes import DECISIONS, FUSIONS
+from polytempo.nodes import DECISIONS, FUSIONS, Stop
 from polytempo.training import Learner, Schedule
 
 
@@ -32,7 +34,8 @@ def driver(folder, name, address, target=60, decision="never", watch=lambda even
         **plan,
     )
     evaluate = lambda learner: learner.evaluate(x, y).correct / len(y)  # noqa: E731
-    return Driver(learner, chosen, address, Folder(folder, name, watch), evaluate, {"seed": 1})
+    join = partial(Link, address=address)
+    return Driver(learner, chosen, join, Folder(folder, name, watch), evaluate, {"seed": 1})
 
 
 @pytest.fixture
@@ -90,12 +93,12 @@ def is_fused(event):
 
 
 def test_training_stops_with_the_error_that_the_network_met(tmp_path, addresses):
-    """A failure in the machine's thread is not swallowed, and what was learnt is saved."""
+    """A failure in the node's thread is not swallowed, and what was learnt is saved."""
     one = driver(tmp_path / "a", "ann", addresses[0], 10**6, "always", pause=0.01)
     one.wire.key = broken(one.wire.key)
     with pytest.raises(ZeroDivisionError):
         one.run()
-    assert one.folder.load()["learner"]["iteration"] == one.learner.iteration > 0
+    assert one.folder.load()["node"]["learner"]["iteration"] == one.learner.iteration > 0
     wait_until(lambda: not any("polytempo" in t.name for t in threading.enumerate()))
 
 
@@ -104,3 +107,36 @@ def broken(key):
         return 1 / 0 if kind == "ticket" and "**" not in parts else key(kind, *parts)
 
     return of
+
+
+class Heard:
+    """A place in a network where nobody else is; keeps what the driver says."""
+
+    def __init__(self, node, wire, record):
+        self.node, self.present, self.failure, self.events = node, {}, None, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_for(self, others, seconds, stop):
+        return True
+
+    def tell(self, event):
+        self.events.append(type(event).__name__)
+        return sum(action.steps for action in self.node.handle(event) if hasattr(action, "steps"))
+
+    def leave(self):
+        self.tell(Stop())
+
+
+def test_an_interrupt_is_told_before_the_round_ends(tmp_path, addresses):
+    """Then nothing is fused at its end: nobody would train on it before the result is written."""
+    one = driver(tmp_path / "a", "ann", addresses[0])
+    places = []
+    one.join = lambda *what: places.append(Heard(*what)) or places[-1]
+    looks = iter([False, False, True])
+    assert one.run(lambda: next(looks))["iterations"] == 10
+    assert places[0].events == ["Started", "RoundEnded", "Stop", "RoundEnded", "Stop"]

@@ -1,13 +1,13 @@
 """Every history of a few peers, up to a bound: the shipping state machine under all interleavings.
 
-A world is some `Peer` objects and the messages between them. From each world follow all events
+A world is some `Pairing` machines and the messages between them. From each world follow all events
 that could happen next: any message may be delivered, in any order; a local round may end; and, as
 often as the `Budget` allows, a peer may crash, restart or leave, a message may be lost, a question
 may time out although its answer is on its way. All worlds are visited, breadth first, each once.
 
 Peers are deterministic, so what an event does to a peer in a given state is computed once, on a
-copy of a real `Peer`, and then looked up (`Cast`). Nothing of the machine is modelled here. What is
-modelled is the engine: presence reaches all who live, a token vanishes with its owner, a question
+copy of a real `Pairing`, and then looked up. Nothing of the machine is modelled here. What is
+modelled is its driver: presence reaches all who live, a token vanishes with its owner, a question
 to a dead peer remains without an answer. Timers may run out at any moment, as if clocks ran at
 wildly different speeds; only withdrawals and deaths are never lost, for presence is a standing
 state that is observed, and observed late at worst.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,26 +31,40 @@ from rich.console import Console
 from polytempo.nodes import (
     DECISIONS,
     Announce,
+    AnswerClaim,
+    AnswerExchange,
+    Appeared,
+    Boundary,
     Claim,
+    ClaimAnswered,
+    Claimed,
     Claiming,
+    DeadlinePassed,
     Exchange,
+    ExchangeAnswered,
+    Exchanged,
     Exchanging,
+    Gone,
     Granted,
     Identity,
     Idle,
-    Peer,
+    Paired,
+    Pairing,
     Pending,
     SetDeadline,
     Snapshot,
+    Stop,
+    Vanished,
     Withdraw,
 )
 
 NAMES = "abc"
-IGNORED = {"decision", "rounds", "model_messages", "announcements"}  # change nothing that follows
-FINAL = {"appeared", "vanished", "claim_answered", "exchange_answered"}
+IGNORED = {"decision", "rounds"}  # change nothing that follows
+FINAL = (Appeared, Vanished, ClaimAnswered, ExchangeAnswered)
+NEVER_LOST = (Vanished, Gone, DeadlinePassed)
 SNAPSHOTS = {name: Snapshot(torch.zeros(1), 0.5, 1) for name in NAMES}
 ALWAYS = DECISIONS.create("always")  # a round that ends without a decision changes nothing
-Event = tuple[Any, ...]  # (method of the peer, whom it happens to, arguments...)
+Event = tuple[Any, ...]  # (whom it happens to, what)
 Fact = tuple[Any, ...]  # ("granted", token, claimer) or ("fused", token, who, partner)
 
 
@@ -112,9 +126,9 @@ class Index:
         return (self.things[number] for number in numbers_in(mask))
 
 
-def shipping(name: str, incarnation: int) -> Peer:
+def shipping(name: str, incarnation: int) -> Pairing:
     """The machine that ships. It renews its token at the first round that ends while it pends."""
-    return Peer(name, incarnation, ALWAYS, peers=len(NAMES), patience=1)
+    return Pairing(name, incarnation, ALWAYS, peers=len(NAMES), patience=1)
 
 
 class Explorer:
@@ -156,7 +170,7 @@ class Explorer:
         key = tuple(
             tuple(sorted(value.items())) if isinstance(value, dict) else value
             for name, value in vars(peer).items()
-            if name not in IGNORED and not isinstance(value, list)  # the inbox has been emptied
+            if name not in IGNORED
         )
         return self.states_of_peers.number(key, peer)
 
@@ -168,53 +182,54 @@ class Explorer:
         key = (state, event, present)
         if key in self._effects:
             return self._effects[key]
-        name, me, *arguments = self.events.things[event]
+        me, happens = self.events.things[event]
         peer = copy.copy(self.states_of_peers.things[state])
         for field, value in vars(peer).items():
-            if isinstance(value, dict | list):
+            if isinstance(value, dict):
                 setattr(peer, field, value.copy())
         before = peer.phase
-        result = getattr(peer, name)(*arguments)
-        reply, actions = result if isinstance(result, tuple) else (None, result)
-        sent: set[Event] = set()
+        sent: list[Event] = []  # in order, for worlds are counted the same each time
         announced = withdrawn = cancelled = 0
         facts: list[Fact] = []
-        if name == "claimed":
-            by, token = arguments
-            sent.add(("claim_answered", by, token, reply))
-            if reply:
-                facts.append(("granted", token, by))
-        elif name == "exchanged":
-            sent.add(("exchange_answered", *arguments[:2], reply))
-        facts += [("fused", f.token, me, f.partner) for f in peer.take_fusions()]
-        for action in actions:
+        for action in peer.handle(happens):
             match action:
                 case Announce(token):
                     announced |= self.tokens.bit(token)
-                    sent |= self.tell(present, "appeared", token, me)
+                    sent += self.tell(present, Appeared(token), me)
                 case Withdraw(token):
                     withdrawn |= self.tokens.bit(token)
-                    sent |= self.tell(present, "vanished", token, me)
+                    sent += self.tell(present, Vanished(token), me)
                 case Claim(token):
-                    sent.add(("claimed", token.owner, me, token))
+                    sent.append((token.owner, Claimed(me, token)))
+                case AnswerClaim(to, token, granted):
+                    sent.append((to, ClaimAnswered(token, granted)))
+                    facts += [("granted", token, to)] if granted else []
                 case Exchange(token, snapshot):
                     facts.append(("granted", token, me))
-                    sent.add(("exchanged", token.owner, me, token, snapshot))
+                    sent.append((token.owner, Exchanged(me, token, snapshot)))
+                case AnswerExchange(to, token, answer):
+                    sent.append((to, ExchangeAnswered(token, answer)))
+                case Paired(fusion):
+                    facts.append(("fused", fusion.token, me, fusion.partner))
                 case SetDeadline(token):
-                    sent.add(("deadline", me, token))
+                    sent.append((me, DeadlinePassed(token)))
         if isinstance(before, Granted) and peer.phase != before:
-            cancelled = self.events.bit(("deadline", me, before.token))
-        mask = sum(self.events.bit(e) for e in sent if place_of(e[1], present) is not None)
+            cancelled = self.events.bit((me, DeadlinePassed(before.token)))
+        mask = self.mask(e for e in sent if place_of(e[0], present) is not None)
         self._effects[key] = effect = Effect(
             self.number(peer), mask, cancelled, announced, withdrawn, tuple(facts)
         )
         return effect
 
-    def tell(
-        self, present: tuple[int, ...], event: str, about: Any, besides: Identity
-    ) -> set[Event]:
+    def tell(self, present: tuple[int, ...], what: Any, besides: Identity) -> list[Event]:
         everybody = (Identity(NAMES[i], number) for i, number in enumerate(present) if number > 0)
-        return {(event, who, about) for who in everybody if who != besides}
+        return [(who, what) for who in everybody if who != besides]
+
+    def mask(self, events: Iterable[Event]) -> int:
+        found = 0
+        for event in events:
+            found |= self.events.bit(event)
+        return found
 
     # -- one event ------------------------------------------------------------------------------
 
@@ -253,16 +268,14 @@ class Explorer:
     def die(self, world: World, place: int) -> World:
         me = Identity(NAMES[place], world.present[place])
         present = changed(world.present, place, -world.present[place])
-        standing, news = world.standing, set()
+        standing, news = world.standing, []
         if self.presence:
-            news = self.tell(present, "gone", me, me)
+            news = self.tell(present, Gone(me), me)
             for token in self.tokens.members(world.standing):
                 if token.owner == me:
                     standing &= ~self.tokens.bit(token)
-                    news |= self.tell(present, "vanished", token, me)
-        net = sum(self.events.bit(e) for e in self.events.members(world.net) if e[1] != me)
-        for event in news:
-            net |= self.events.bit(event)
+                    news += self.tell(present, Vanished(token), me)
+        net = self.mask(e for e in self.events.members(world.net) if e[0] != me) | self.mask(news)
         peers = changed(world.peers, place, -1)
         return world._replace(peers=peers, present=present, net=net, standing=standing)
 
@@ -270,7 +283,7 @@ class Explorer:
         me = Identity(NAMES[place], 1 - world.present[place])
         net = world.net
         for token in self.tokens.members(world.standing):  # a latecomer sees those that stand
-            net |= self.events.bit(("appeared", me, token))
+            net |= self.events.bit((me, Appeared(token)))
         return world._replace(
             peers=changed(world.peers, place, self.number(self.make(*me))),
             present=changed(world.present, place, me.incarnation),
@@ -287,7 +300,7 @@ class Explorer:
         for number in numbers_in(world.net):
             event = self.events.things[number]
             rest = world._replace(net=world.net & ~(1 << number))
-            yield event, self.act(rest, NAMES.index(event[1].peer), number)
+            yield event, self.act(rest, NAMES.index(event[0].peer), number)
         for place, silence, answerable in self.questions(world):
             if not answerable:
                 yield self.events.things[silence], self.act(world, place, silence)
@@ -305,18 +318,19 @@ class Explorer:
 
     def question(self, peer: Any) -> tuple[int, int] | None:
         me = peer.identity
+        answer: Any
         match peer.phase:
             case Claiming(token):
-                name, replies = "claim_answered", (True, False)
-                question: Event = ("claimed", token.owner, me, token)
+                answer, replies = ClaimAnswered, (True, False)
+                question: Any = Claimed(me, token)
             case Exchanging(token, _):
-                name, replies = "exchange_answered", (SNAPSHOTS[token.peer], None)
-                question = ("exchanged", token.owner, me, token, SNAPSHOTS[me.peer])
+                answer, replies = ExchangeAnswered, (SNAPSHOTS[token.peer], None)
+                question = Exchanged(me, token, SNAPSHOTS[me.peer])
             case _:
                 return None
-        answers = [(name, me, token, reply) for reply in replies]
-        under_way = sum(self.events.bit(event) for event in (question, *answers))
-        return self.events.number((name, me, token, None)), under_way
+        answers = [(me, answer(token, reply)) for reply in replies]
+        under_way = sum(self.events.bit(event) for event in ((token.owner, question), *answers))
+        return self.events.number((me, answer(token, None))), under_way
 
     def interference(self, world: World) -> Iterator[tuple[Event, World]]:
         """Decisions and faults, as far as the budget goes."""
@@ -330,7 +344,7 @@ class Explorer:
                     yield ("boundary", me), self.round_ends(then, place)
             if left.stops and not peer.stopped:
                 then = world._replace(left=left.spend("stops"))
-                yield ("stop", me), self.act(then, place, self.events.number(("stop", me)))
+                yield ("stop", me), self.act(then, place, self.events.number((me, Stop())))
             if peer.stopped and isinstance(peer.phase, Idle):
                 yield ("leaves", me), self.die(world, place)
             elif left.crashes:
@@ -344,7 +358,7 @@ class Explorer:
         if left.losses:
             spent = world._replace(left=left.spend("losses"), faulty=True)
             for event in self.events.members(world.net):
-                if event[0] not in ("vanished", "gone", "deadline"):
+                if not isinstance(event[1], NEVER_LOST):
                     net = world.net & ~self.events.bit(event)
                     yield ("lost", *event), spent._replace(net=net)
         if left.timeouts:
@@ -356,7 +370,7 @@ class Explorer:
 
     def round_ends(self, world: World, place: int) -> World:
         me = Identity(NAMES[place], world.present[place])
-        event = self.events.number(("boundary", me, SNAPSHOTS[me.peer]))
+        event = self.events.number((me, Boundary(SNAPSHOTS[me.peer])))
         return self.act(world, place, event)
 
     def dead_letter(self, world: World) -> tuple[Event, World] | None:
@@ -364,8 +378,8 @@ class Explorer:
         older than what is known, or an answer that is waited for no more."""
         for number in numbers_in(world.net):
             event = self.events.things[number]
-            place = NAMES.index(event[1].peer)
-            if event[0] in FINAL:
+            place = NAMES.index(event[0].peer)
+            if isinstance(event[1], FINAL):
                 rest = world._replace(net=world.net & ~(1 << number))
                 if self.act(rest, place, number) == rest:
                     return event, rest

@@ -5,12 +5,14 @@ from polytempo.nodes import (
     DECISIONS,
     Action,
     Announce,
+    AnswerExchange,
     Exchange,
     Exchanging,
     Fusion,
     Identity,
     Idle,
-    Peer,
+    Paired,
+    Pairing,
     Pending,
     Snapshot,
     Token,
@@ -18,11 +20,11 @@ from polytempo.nodes import (
 )
 
 
-def naive(name: str, incarnation: int) -> Peer:
-    return NaivePeer(name, incarnation, DECISIONS.create("always"), peers=3)
+def naive(name: str, incarnation: int) -> Pairing:
+    return NaivePairing(name, incarnation, DECISIONS.create("always"), peers=3)
 
 
-class NaivePeer(Peer):
+class NaivePairing(Pairing):
     """Whoever finds an id in its slot tells all that it is taken (-id), sends its weights to that
     peer and waits for the answer. A pending peer answers whoever comes first."""
 
@@ -47,19 +49,17 @@ class NaivePeer(Peer):
             self.hints = {}
         return []
 
-    def exchanged(
-        self, by: Identity, token: Token, snapshot: Snapshot
-    ) -> tuple[Snapshot | None, list[Action]]:
+    def exchanged(self, by: Identity, token: Token, snapshot: Snapshot) -> list[Action]:
         if self.phase != Pending(token):
-            return None, []
+            return [AnswerExchange(by, token, None)]
         self.phase = Idle()
         assert self._snapshot is not None
-        self._inbox.append(Fusion(by, token, snapshot, self._snapshot.progress))
-        return self._snapshot, []
+        taken = Paired(Fusion(by, token, snapshot, self._snapshot.progress))
+        return [taken, AnswerExchange(by, token, self._snapshot)]
 
     def exchange_answered(self, token: Token, snapshot: Snapshot | None) -> list[Action]:
         match self.phase:
             case Exchanging(asked, progress) if asked == token and snapshot is not None:
                 self.phase = Idle()
-                self._inbox.append(Fusion(token.owner, token, snapshot, progress))
+                return [Paired(Fusion(token.owner, token, snapshot, progress))]
         return []

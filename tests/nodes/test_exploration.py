@@ -4,7 +4,7 @@ import pytest
 from explorer import ALWAYS, CONTROL, Budget, Explorer, shipping
 from naive import naive
 
-from polytempo.nodes import Granted, Idle, Peer, Pending
+from polytempo.nodes import AnswerExchange, Granted, Idle, Pairing, Pending
 
 SMALL = [
     (2, Budget(decisions=3)),
@@ -45,39 +45,38 @@ def test_the_replicated_slot_of_the_paper_breaks_nearly_all():
     }
 
 
-class GrantsTwice(Peer):
+class GrantsTwice(Pairing):
     def claimed(self, by, token):
         if isinstance(self.phase, Granted):
             self.phase = Pending(self.phase.token)
         return super().claimed(by, token)
 
 
-class FusesTwice(Peer):
+class FusesTwice(Pairing):
     def exchanged(self, by, token, snapshot):
-        result = super().exchanged(by, token, snapshot)
-        self._inbox *= 2
-        return result
+        actions = super().exchanged(by, token, snapshot)
+        return [actions[0], *actions] if len(actions) > 1 else actions
 
 
-class FusesUponSilence(Peer):
+class FusesUponSilence(Pairing):
     def exchange_answered(self, token, snapshot):
         return super().exchange_answered(token, snapshot or self._snapshot)
 
 
-class TakesNoForYes(Peer):
+class TakesNoForYes(Pairing):
     def claim_answered(self, token, granted):
         return super().claim_answered(token, True)
 
 
-class AnswersWithoutFusing(Peer):
+class AnswersWithoutFusing(Pairing):
     def exchanged(self, by, token, snapshot):
         if self.phase != Granted(by, token):
-            return None, []
+            return [AnswerExchange(by, token, None)]
         self.phase = Idle()
-        return self._snapshot, []
+        return [AnswerExchange(by, token, self._snapshot)]
 
 
-class WaitsForTheDead(Peer):
+class WaitsForTheDead(Pairing):
     def gone(self, who):
         return []
 
@@ -85,7 +84,7 @@ class WaitsForTheDead(Peer):
         return []
 
 
-class NeverYields(Peer):
+class NeverYields(Pairing):
     def appeared(self, token):
         before, self.phase = self.phase, Idle()
         super().appeared(token)
@@ -93,12 +92,12 @@ class NeverYields(Peer):
         return []
 
 
-class NeverRenews(Peer):
+class NeverRenews(Pairing):
     def boundary(self, snapshot):
         return [] if isinstance(self.phase, Pending) else super().boundary(snapshot)
 
 
-class TrustsTheOrder(Peer):
+class TrustsTheOrder(Pairing):
     """Takes an announcement that comes after its own withdrawal at its word."""
 
     def vanished(self, token):
@@ -106,10 +105,10 @@ class TrustsTheOrder(Peer):
         return []
 
 
-class WithdrawsNothing(Peer):
+class WithdrawsNothing(Pairing):
     def claimed(self, by, token):
-        granted, actions = super().claimed(by, token)
-        return granted, actions[1:]
+        answer, *others = super().claimed(by, token)
+        return [answer, *others[1:]]
 
 
 @pytest.mark.parametrize(

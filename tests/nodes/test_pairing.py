@@ -1,7 +1,5 @@
 """The machine step by step, and many peers under events in any order."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from explorer import ALWAYS
@@ -12,19 +10,35 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from polytempo import PolytempoError
 from polytempo.nodes import (
     DECISIONS,
+    FUSIONS,
     Announce,
+    AnswerClaim,
+    AnswerExchange,
+    Appeared,
     Claim,
+    ClaimAnswered,
+    Claimed,
     Claiming,
+    DeadlinePassed,
     Exchange,
+    ExchangeAnswered,
+    Exchanged,
     Exchanging,
+    Fused,
+    Gone,
     Granted,
     Identity,
     Idle,
-    Peer,
+    Paired,
+    Pairing,
+    PeerNode,
     Pending,
+    RoundEnded,
     SetDeadline,
     Snapshot,
     Token,
+    Train,
+    Vanished,
     Withdraw,
 )
 
@@ -34,7 +48,7 @@ def snapshot(iteration=1):
 
 
 def peer(name="a", **options):
-    return Peer(name, 1, options.pop("decision", ALWAYS), peers=3, **options)
+    return Pairing(name, 1, options.pop("decision", ALWAYS), peers=3, **options)
 
 
 def token(name, ticket=1, incarnation=1):
@@ -47,26 +61,24 @@ def test_a_pairing_from_end_to_end():
     assert owner.boundary(ours) == [Announce(token("a"))]
     assert claimer.appeared(token("a")) == []
     assert claimer.boundary(theirs) == [Claim(token("a"), 3.0)]
-    assert owner.claimed(claimer.identity, token("a")) == (
-        True,
-        [Withdraw(token("a")), SetDeadline(token("a"), 23)],
-    )
+    assert owner.claimed(claimer.identity, token("a")) == [
+        AnswerClaim(claimer.identity, token("a"), True),
+        Withdraw(token("a")),
+        SetDeadline(token("a"), 23),
+    ]
     (exchange,) = claimer.claim_answered(token("a"), True)
     assert isinstance(exchange, Exchange) and exchange.snapshot is theirs
-    reply, actions = owner.exchanged(claimer.identity, token("a"), exchange.snapshot)
-    assert reply is ours and actions == []
+    taken, answer = owner.exchanged(claimer.identity, token("a"), exchange.snapshot)
+    assert answer == AnswerExchange(claimer.identity, token("a"), ours)
     assert claimer.boundary(snapshot(15)) == []  # what was told counts, not what has become of it
-    assert claimer.exchange_answered(token("a"), reply) == []
-    for side, partner, received in ((owner, claimer, theirs), (claimer, owner, ours)):
-        (fusion,) = side.take_fusions()
-        told = theirs if side is claimer else ours
-        assert fusion.own_progress == told.progress
-        assert (fusion.partner, fusion.token) == (partner.identity, token("a"))
-        assert fusion.snapshot is received
-        assert side.take_fusions() == []
+    (also_taken,) = claimer.exchange_answered(token("a"), answer.snapshot)
+    for side, partner, paired in ((owner, claimer, taken), (claimer, owner, also_taken)):
+        told, received = (theirs, ours) if side is claimer else (ours, theirs)
+        assert isinstance(paired, Paired)
+        assert paired.fusion.own_progress == told.progress
+        assert (paired.fusion.partner, paired.fusion.token) == (partner.identity, token("a"))
+        assert paired.fusion.snapshot is received
         assert side.phase == Idle()
-        assert side.model_messages == 1
-    assert (owner.announcements, claimer.announcements) == (2, 0)
 
 
 def test_a_pending_peer_draws_no_decision_and_hands_out_its_latest_snapshot():
@@ -75,7 +87,7 @@ def test_a_pending_peer_draws_no_decision_and_hands_out_its_latest_snapshot():
     assert owner.boundary(latest) == []
     owner.claimed(Identity("b", 1), token("a"))
     assert owner.boundary(latest) == []
-    assert owner.exchanged(Identity("b", 1), token("a"), snapshot())[0] is latest
+    assert owner.exchanged(Identity("b", 1), token("a"), snapshot())[-1].snapshot is latest
 
 
 def test_the_smallest_hint_is_claimed_first_and_then_the_next():
@@ -110,11 +122,26 @@ def test_a_restarted_claimer_is_somebody_else():
     owner = peer("a")
     owner.boundary(snapshot())
     owner.claimed(Identity("b", 1), token("a"))
-    assert owner.exchanged(Identity("b", 2), token("a"), snapshot()) == (None, [])
+    refusal = AnswerExchange(Identity("b", 2), token("a"), None)
+    assert owner.exchanged(Identity("b", 2), token("a"), snapshot()) == [refusal]
     owner.gone(Identity("b", 0))
     assert owner.phase == Granted(Identity("b", 1), token("a"))
     owner.gone(Identity("b", 1))
     assert owner.phase == Idle()
+
+
+def test_an_exchange_ends_with_its_answer_and_not_with_the_owners_death():
+    """The news of an orderly leave may overtake the last model; silence is reported in any case."""
+    for answer, then in ((snapshot(7), Idle()), (None, Pending(token("b")))):
+        claimer = peer("b")
+        claimer.appeared(token("a"))
+        claimer.boundary(snapshot())
+        claimer.claim_answered(token("a"), True)
+        assert claimer.gone(Identity("a", 1)) == [] and claimer.hints == {}
+        assert claimer.phase == Exchanging(token("a"), snapshot().progress)
+        actions = claimer.exchange_answered(token("a"), answer)
+        assert [type(action) for action in actions] == [Paired if answer else Announce]
+        assert claimer.phase == then
 
 
 def test_old_news_of_a_peer_is_known_to_be_old():
@@ -141,7 +168,7 @@ def test_a_peer_that_stops_finishes_its_pairing_and_starts_no_other():
     assert claiming.stop() == [] and claiming.phase == Claiming(token("a"))
     assert claiming.claim_answered(token("a"), False) == [] and claiming.phase == Idle()
     assert granted.stop() == []
-    assert granted.exchanged(Identity("z", 1), token("c"), snapshot())[0] is not None
+    assert granted.exchanged(Identity("z", 1), token("c"), snapshot())[-1].snapshot is not None
     assert [one.boundary(snapshot()) for one in (pending, claiming, granted)] == [[], [], []]
 
 
@@ -166,22 +193,17 @@ def test_bad_settings_are_refused(wrong):
         peer(**wrong)
 
 
-@dataclass
-class Host:
-    """A peer with its training loop: every local step and every fusion leaves a mark."""
+class Marks:
+    """A learner whose local steps and fusions leave marks: 1 a step, 1000 a fusion."""
 
-    peer: Peer
-    steps: int = 0
-    weights: float = 0.0  # the local steps, plus 1000 for each fusion
-    fused: int = 0
+    def __init__(self):
+        self.params, self.iteration, self.fused = torch.zeros(()), 0, 0
 
-    def train(self):
-        self.steps += 1
-        self.weights += 1
-        for _ in self.peer.take_fusions():
-            self.fused += 1
-            self.weights += 1000
-        return self.peer.boundary(Snapshot(torch.tensor(self.weights), 0.5, self.steps))
+    def step(self):
+        self.params, self.iteration = self.params + 1, self.iteration + 1
+
+    def fuse(self, params):
+        self.params, self.fused = self.params + 1000, self.fused + 1
 
 
 class ManyPeers(RuleBasedStateMachine):
@@ -193,117 +215,123 @@ class ManyPeers(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.incarnations = dict.fromkeys(self.NAMES, 1)
-        self.hosts = {name: self.start(name, 1) for name in self.NAMES}
+        self.nodes = {name: self.start(name, 1) for name in self.NAMES}
         self.net = []
         self.standing = set()
         self.granted = {}
-        self.fused = {}
+        self.paired = {}
 
     def start(self, name, incarnation):
-        return Host(Peer(name, incarnation, ALWAYS, peers=5, patience=2))
+        pairing = Pairing(name, incarnation, ALWAYS, peers=5, patience=2)
+        fusion = FUSIONS.create("naive")
+        return PeerNode(pairing, Marks(), fusion, target=10**6, local_steps=1)
 
     def alive(self, who):
-        host = self.hosts.get(who.peer)
-        return host if host and host.peer.identity == who else None
+        node = self.nodes.get(who.peer)
+        return node if node and node.identity == who else None
 
-    def tell(self, event, about, besides):
-        for name, host in self.hosts.items():
-            if host and name != besides:
-                self.net.append((event, host.peer.identity, about))
+    def tell(self, event, besides):
+        for name, node in self.nodes.items():
+            if node and name != besides:
+                self.net.append((node.identity, event))
 
-    def carry_out(self, host, actions):
-        me = host.peer.identity
-        for fusion in host.peer._inbox:
-            key = (fusion.token, me)
-            assert self.fused.setdefault(key, fusion) is fusion
-            claimer = fusion.partner if me == fusion.token.owner else me
-            assert self.granted[fusion.token] == claimer
-            assert fusion.token.owner in (me, fusion.partner)
-            if me == claimer:
-                assert (fusion.token, fusion.token.owner) in self.fused
+    def carry_out(self, node, actions):
+        me = node.identity
         for action in actions:
             match action:
                 case Announce(token):
                     assert token not in self.standing
                     self.standing.add(token)
-                    self.tell("appeared", token, me.peer)
+                    self.tell(Appeared(token), me.peer)
                 case Withdraw(token):
                     self.standing.remove(token)
-                    self.tell("vanished", token, me.peer)
+                    self.tell(Vanished(token), me.peer)
                 case Claim(token):
-                    self.net.append(("claimed", token.owner, me, token))
+                    self.net.append((token.owner, Claimed(me, token)))
+                case AnswerClaim(to, token, granted):
+                    if granted:
+                        assert self.granted.setdefault(token, to) == to
+                    self.net.append((to, ClaimAnswered(token, granted)))
                 case Exchange(token, snapshot):
-                    self.net.append(("exchanged", token.owner, me, token, snapshot))
+                    self.net.append((token.owner, Exchanged(me, token, snapshot)))
+                case AnswerExchange(to, token, snapshot):
+                    self.net.append((to, ExchangeAnswered(token, snapshot)))
                 case SetDeadline(token):
-                    self.net.append(("deadline", me, token))
+                    self.net.append((me, DeadlinePassed(token)))
+                case Paired(fusion):
+                    assert self.paired.setdefault((fusion.token, me), fusion) is fusion
+                    claimer = fusion.partner if me == fusion.token.owner else me
+                    assert self.granted[fusion.token] == claimer
+                    assert fusion.token.owner in (me, fusion.partner)
+                    if me == claimer:
+                        assert (fusion.token, fusion.token.owner) in self.paired
+                case Fused(fusion):
+                    assert self.paired[fusion.token, me] is fusion
+                case other:
+                    assert other == Train(1)
 
-    def deliver(self, message):
-        event, who, *arguments = message
-        if (host := self.alive(who)) is None:
-            return
-        result = getattr(host.peer, event)(*arguments)
-        reply, actions = result if isinstance(result, tuple) else (None, result)
-        if event == "claimed":
-            by, token = arguments
-            if reply:
-                assert self.granted.setdefault(token, by) == by
-            self.net.append(("claim_answered", by, token, reply))
-        elif event == "exchanged":
-            self.net.append(("exchange_answered", *arguments[:2], reply))
-        self.carry_out(host, actions)
+    def deliver(self, who, event):
+        if node := self.alive(who):
+            self.carry_out(node, node.handle(event))
 
-    def silence(self, host):
-        match host.peer.phase:
+    def silence(self, node):
+        match node.phase:
             case Claiming(token):
-                self.deliver(("claim_answered", host.peer.identity, token, None))
+                self.deliver(node.identity, ClaimAnswered(token, None))
             case Exchanging(token, _):
-                self.deliver(("exchange_answered", host.peer.identity, token, None))
+                self.deliver(node.identity, ExchangeAnswered(token, None))
+
+    def train(self, node):
+        node.learner.step()
+        self.carry_out(node, node.handle(RoundEnded()))
 
     @rule(name=st.sampled_from(NAMES))
     def a_round_ends(self, name):
-        if host := self.hosts[name]:
-            self.carry_out(host, host.train())
+        if node := self.nodes[name]:
+            self.train(node)
 
     @precondition(lambda self: self.net)
     @rule(data=st.data())
     def a_message_arrives(self, data):
-        self.deliver(self.net.pop(data.draw(st.integers(0, len(self.net) - 1))))
+        self.deliver(*self.net.pop(data.draw(st.integers(0, len(self.net) - 1))))
 
     @precondition(lambda self: self.net)
     @rule(data=st.data())
     def a_message_is_lost(self, data):
         place = data.draw(st.integers(0, len(self.net) - 1))
-        if self.net[place][0] not in ("vanished", "gone", "deadline"):
+        if not isinstance(self.net[place][1], Vanished | Gone | DeadlinePassed):
             self.net.pop(place)
 
     @rule(name=st.sampled_from(NAMES))
     def a_question_times_out(self, name):
-        if host := self.hosts[name]:
-            self.silence(host)
+        if node := self.nodes[name]:
+            self.silence(node)
 
     @rule(name=st.sampled_from(NAMES))
     def a_peer_hears_again_what_stands(self, name):
-        if host := self.hosts[name]:
-            me = host.peer.identity
-            self.net += [("appeared", me, t) for t in sorted(self.standing) if t.owner != me]
+        if node := self.nodes[name]:
+            me = node.identity
+            self.net += [(me, Appeared(t)) for t in sorted(self.standing) if t.owner != me]
 
     @rule(name=st.sampled_from(NAMES))
     def a_peer_crashes_or_restarts(self, name):
-        if host := self.hosts[name]:
-            me, self.hosts[name] = host.peer.identity, None
+        if node := self.nodes[name]:
+            me, self.nodes[name] = node.identity, None
             for token in [t for t in self.standing if t.owner == me]:
                 self.standing.remove(token)
-                self.tell("vanished", token, name)
-            self.tell("gone", me, name)
+                self.tell(Vanished(token), name)
+            self.tell(Gone(me), name)
         else:
             self.incarnations[name] += 1
-            host = self.hosts[name] = self.start(name, self.incarnations[name])
-            self.net += [("appeared", host.peer.identity, t) for t in sorted(self.standing)]
+            node = self.nodes[name] = self.start(name, self.incarnations[name])
+            self.net += [(node.identity, Appeared(t)) for t in sorted(self.standing)]
 
     @invariant()
     def local_steps_are_never_overwritten(self):
-        for host in filter(None, self.hosts.values()):
-            assert host.weights == host.steps + 1000 * host.fused
+        for node in self.living():
+            marks = node.learner
+            assert marks.params == marks.iteration + 1000 * marks.fused
+            assert marks.fused == node.counts.fusions
 
     def teardown(self):
         """Left alone, with rounds that end but no faults, nobody waits and one at most pends."""
@@ -311,28 +339,28 @@ class ManyPeers(RuleBasedStateMachine):
             while self.net or any(self.waiting()):
                 for message in self.net[:]:
                     self.net.remove(message)
-                    self.deliver(message)
+                    self.deliver(*message)
                 if not self.net:
-                    for host in self.waiting():
-                        self.silence(host)
-            pending = [h for h in self.living() if isinstance(h.peer.phase, Pending)]
-            for host in pending:
-                host.peer.patience = 1
-                if isinstance(host.peer.phase, Pending) and len(pending) > 1:
-                    self.carry_out(host, host.train())
+                    for node in self.waiting():
+                        self.silence(node)
+            pending = [node for node in self.living() if isinstance(node.phase, Pending)]
+            for node in pending:
+                node.pairing.patience = 1
+                if isinstance(node.phase, Pending) and len(pending) > 1:
+                    self.train(node)
         self.local_steps_are_never_overwritten()
-        phases = [host.peer.phase for host in self.living()]
+        phases = [node.phase for node in self.living()]
         assert all(isinstance(phase, Idle | Pending) for phase in phases)
         tokens = {phase.token for phase in phases if isinstance(phase, Pending)}
         assert len(tokens) <= 1
         assert self.standing == tokens
-        assert all(set(host.peer.hints.values()) <= tokens for host in self.living())
+        assert all(set(node.pairing.hints.values()) <= tokens for node in self.living())
 
     def living(self):
-        return [host for host in self.hosts.values() if host]
+        return [node for node in self.nodes.values() if node]
 
     def waiting(self):
-        return [h for h in self.living() if isinstance(h.peer.phase, Claiming | Exchanging)]
+        return [node for node in self.living() if isinstance(node.phase, Claiming | Exchanging)]
 
 
 TestManyPeers = ManyPeers.TestCase

@@ -243,6 +243,9 @@ def in_words(event: dict[str, Any]) -> str | None:
             )
         case "fused":
             return f"iteration {event['iteration']}: fused with {event['partner'][0]}"
+        case "discarded":
+            partner = event["partner"][0]
+            return f"iteration {event['iteration']}: a model of {partner} came too late to train on"
         case "joined" | "left" as what:
             return f"{event['who'][0]} {what}"
         case "alone":

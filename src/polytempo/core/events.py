@@ -159,12 +159,21 @@ class Fuse(TicketEvent):
     weight: float  # of the partner's model
 
 
+@dataclass(frozen=True, slots=True)
+class Discard(TicketEvent):
+    """The peer, which trains no more, leaves its partner's model unused."""
+
+    kind: ClassVar[str] = "discard"
+
+    partner: int
+
+
 KINDS: dict[str, type[Event]] = {
     kind.kind: kind
     for kind in (
         *(Evaluate, Join, Return, Leave),
         *(Dispatch, Multicast, Restart, Missed, Urgent, Upload, Drop),
-        *(Train, Announce, Withdraw, Claim, Grant, Exchange, Fuse),
+        *(Train, Announce, Withdraw, Claim, Grant, Exchange, Fuse, Discard),
     )
 }
 

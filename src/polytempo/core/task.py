@@ -16,11 +16,14 @@ from polytempo.core.client_steps import CLIENT_STEPS, ClientStep
 from polytempo.core.objective import OBJECTIVES, Objective, Plain
 from polytempo.core.optimizer import OPTIMIZERS, Optimizer, Sgd
 from polytempo.core.registry import Options, Registry
+from polytempo.core.schedule import SCHEDULES, Constant, Schedule
 
 
 class Task(Options):
     """Local training. `steps`, where given, replaces `epochs`.
 
+    `schedule`: how the learning rate changes over the steps of this training (that of a run is in
+    the `lr` that each client is sent).
     `optimizer` begins anew with every dispatch, unless `keep_optimizer`: then a client keeps its
     moments from one training to the next, and over a multicast.
     `upload` says what comes back: the trained model, its difference from the received one
@@ -35,6 +38,9 @@ class Task(Options):
     lr: Annotated[float, Field(gt=0)] = 0.01
     optimizer: Annotated[Optimizer, BeforeValidator(OPTIMIZERS.create)] = field(default_factory=Sgd)
     keep_optimizer: bool = False
+    schedule: Annotated[Schedule, BeforeValidator(SCHEDULES.create)] = field(
+        default_factory=Constant
+    )
     objective: Annotated[Objective, BeforeValidator(OBJECTIVES.create)] = field(
         default_factory=Plain
     )
@@ -45,6 +51,10 @@ class Task(Options):
     def extras(self) -> dict[str, int]:
         """What is uploaded beside the vector: names, and the number of rows of each."""
         return {name: rows for step in self.client_steps for name, rows in step.uploads.items()}
+
+    def rate(self, step: int) -> float:
+        """The learning rate of that step."""
+        return self.lr * self.schedule.factor(step)
 
     def batches(self, samples: int) -> int:
         """Steps in one epoch. A last batch of one single sample joins the batch before it (batch

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +22,12 @@ from polytempo.experiments.run import load_federation
 from polytempo.models import Inputs, build
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
+from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import check_name
 from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
-from polytempo.training import AutogradSolver, Learner, Schedule
+from polytempo.training import AutogradSolver, Learner
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
@@ -88,8 +91,8 @@ def run_peer(
     task = config.task()
     strategy.setup(Context(solver.space.read(), federation.samples, task, config.seed))
     target = strategy.iterations(config.rounds)
-    schedule = Schedule(target, strategy.milestones, strategy.gamma)
-    learner = Learner(solver, peer=client, task=task, schedule=schedule)
+    task = replace(task, schedule=strategy.schedule(target))
+    learner = Learner(solver, client, task)
     tested = list(range(clients)) if strategy.common_test else [client]
 
     def evaluate(learner: Learner) -> float:
@@ -101,6 +104,7 @@ def run_peer(
         peers=clients,
         decision=strategy.decision,
         fusion=strategy.fusion,
+        target=target,
         steps=strategy.local_steps,
         messages=None if config.messages is None else max(1, config.messages // clients),
         eval_every=max(1, config.evaluation_interval // clients),
@@ -114,7 +118,7 @@ def run_peer(
     fixed |= {name: getattr(config, name) for name in FIXED}
     folder = Folder(out, id, watch)
     try:
-        driver = Driver(learner, plan, address, folder, evaluate, fixed)
+        driver = Driver(learner, plan, partial(Link, address=address), folder, evaluate, fixed)
         write_config(out / "config.toml", config)
         found = driver.run(interrupted)
     finally:

@@ -194,6 +194,18 @@ def make_simulator(
         "adapt_epochs": config.adapt_epochs,
         "adapt_always": config.adapt_always,
         "seed": config.seed,
+        "storage": config.storage(),
+        "backend": make_backend(
+            module,
+            federation,
+            config.seed,
+            config.parts(),
+            solver=config.solver,
+            device=find_device(config.device),
+            name=config.backend,
+            workers=config.workers,
+            small=_arithmetic(config, federation, module) < SMALL,
+        ),
     }
     return ENGINES[strategy.engine](config, federation, module, strategy, world)
 
@@ -201,18 +213,6 @@ def make_simulator(
 def _with_server(
     config: RunConfig, federation: Federation, module: nn.Module, strategy: Strategy, world: World
 ) -> Engine:
-    world["storage"] = config.storage()
-    world["backend"] = make_backend(
-        module,
-        federation,
-        config.seed,
-        config.parts(),
-        solver=config.solver,
-        device=find_device(config.device),
-        name=config.backend,
-        workers=config.workers,
-        small=_arithmetic(config, federation, module) < SMALL,
-    )
     return Simulator(
         federation,
         module,

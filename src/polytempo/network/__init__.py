@@ -1,2 +1,2 @@
-"""Peers on a real network: the engine that drives the state machine of `polytempo.nodes` over
-Eclipse Zenoh. Needs the extra `network`."""
+"""Peers on a real network: the engine that drives the nodes of `polytempo.nodes` over Eclipse
+Zenoh. Needs the extra `network`."""

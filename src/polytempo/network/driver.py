@@ -1,24 +1,31 @@
-"""One peer on the network: trains, and at each round's end fuses what has come in.
+"""One peer on the network: trains when its node says so, evaluates, and saves.
 
-The thread that calls `run` trains. It meets the rest only at the end of a round: it takes the
-fusions, applies them to its weights of that moment, and hands out the snapshot that others get
-until the next round ends. So training never waits for the network, and no local step is
-overwritten.
+The thread that calls `run` trains. It meets the rest only at the end of a round, when the node
+fuses what has come in and says whether to go on. So training never waits for the network.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from polytempo.core.errors import PolytempoError
 from polytempo.network.folder import Folder
-from polytempo.network.link import Link
-from polytempo.network.session import Address
+from polytempo.network.link import Record
 from polytempo.network.wire import Wire, check_name
-from polytempo.nodes import Decision, FusionRule, Peer, Snapshot
+from polytempo.nodes import (
+    Decision,
+    Event,
+    FusionRule,
+    Pairing,
+    PeerNode,
+    RoundEnded,
+    Started,
+    Stop,
+)
 from polytempo.training import Learner
 
 
@@ -30,7 +37,8 @@ class PeerPlan:
     peers: int  # K, this one included
     decision: Decision
     fusion: FusionRule
-    steps: int = 5  # iterations of a local round
+    target: int  # iterations of this peer
+    steps: int = 5  # of a local round
     messages: int | None = None  # stop when this peer has sent so many models
     eval_every: int = 100  # local rounds
     save_every: int = 100  # local rounds
@@ -41,27 +49,45 @@ class PeerPlan:
     seed: int = 0
 
 
+class Place(Protocol):
+    """A peer's place in a network while it takes part: what a driver needs of a `Link`."""
+
+    present: dict[str, int]
+    failure: Exception | None
+
+    def __enter__(self) -> Place: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_for(self, others: int, seconds: float, stop: Callable[[], bool]) -> bool: ...
+
+    def tell(self, event: Event) -> int: ...
+
+    def leave(self) -> None: ...
+
+
 class Driver:
-    """Drives the peer of a folder. One that holds a state is gone on with, as a new incarnation.
+    """Drives the peer of a folder. A folder with saved state is resumed under a new incarnation.
 
     Figures (`messages` that carried a model, `announcements`, `fusions`, `seconds`) are those of
     all incarnations, as far as they were saved. `fixed`: settings without which a saved state
-    makes no sense; it is gone on with only if they are the same.
+    makes no sense; it is resumed only if they are the same. `join(node, wire, record)` gives the
+    peer its place in a network (`partial(Link, address=...)`).
     """
 
     def __init__(
         self,
         learner: Learner,
         plan: PeerPlan,
-        address: Address,
+        join: Callable[[PeerNode, Wire, Record], Place],
         folder: Folder,
         evaluate: Callable[[Learner], float],
         fixed: Mapping[str, Any],
     ) -> None:
-        self.learner, self.plan, self.address, self.folder = learner, plan, address, folder
+        self.learner, self.plan, self.join, self.folder = learner, plan, join, folder
         self.evaluate, self.fixed = evaluate, dict(fixed)
         self.wire = Wire(plan.run, learner.solver.space)
-        self.peer = Peer(
+        pairing = Pairing(
             check_name("peer", folder.peer),
             folder.incarnation,
             plan.decision,
@@ -69,92 +95,86 @@ class Driver:
             exchange_timeout=plan.exchange_timeout,
             seed=plan.seed,
         )
+        self.node = PeerNode(
+            pairing,
+            learner,
+            plan.fusion,
+            target=plan.target,
+            local_steps=plan.steps,
+            budget=math.inf if plan.messages is None else plan.messages,
+        )
         self.history: list[dict[str, Any]] = []
-        self.fusions = 0
-        self._earlier = {"messages": 0, "announcements": 0, "fusions": 0, "seconds": 0.0}
+        self._earlier = 0.0  # seconds of earlier incarnations
         self._begin = time.monotonic()
         state = folder.load()
         if state is not None:
             self._check(state.get("fixed", {}))
-            learner.load_state_dict(state["learner"])
-            self.history, self._earlier = state["history"], state["figures"]
+            self.node.load_lasting_state(state["node"])
+            self.history, self._earlier = state["history"], state["seconds"]
         folder.iteration = learner.iteration
 
     @property
     def figures(self) -> dict[str, Any]:
-        now = {
-            "messages": self.peer.model_messages,
-            "announcements": self.peer.announcements,
-            "fusions": self.fusions,
-            "seconds": time.monotonic() - self._begin,
+        counts = self.node.counts
+        return {
+            "messages": counts.models,
+            "announcements": counts.announcements,
+            "fusions": counts.fusions,
+            "seconds": self._earlier + time.monotonic() - self._begin,
         }
-        return {name: value + self._earlier[name] for name, value in now.items()}
 
     def run(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Take part until the target, the budget of messages or an interrupt."""
         learner, plan, folder = self.learner, self.plan, self.folder
-        folder.record("started", target=learner.schedule.target)
-        with Link(self.peer, self.wire, self.address, folder.record) as link:
+        folder.record("started", target=self.node.target)
+        with self.join(self.node, self.wire, folder.record) as place:
             try:
-                self._take_part(link, interrupted)
+                self._take_part(place, interrupted)
             except Exception as error:
-                if error is link.failure:  # not the model's fault: it can be gone on with
+                if error is place.failure:  # not the model's fault: it can be resumed
                     self._save()
                 raise
         last = self.history[-1]
         if (last["iteration"], last["fusions"]) != (learner.iteration, self.figures["fusions"]):
             self._evaluate()
         self._save()
-        complete = learner.finished or self._spent()
+        complete = self.node.complete
         folder.record("stopped", complete=complete)
         return {
             "id": folder.peer,
             "run": plan.run,
             "complete": complete,
             "iterations": learner.iteration,
-            "target": learner.schedule.target,
+            "target": self.node.target,
             "accuracy": self.history[-1]["accuracy"],
             "accuracy_best": max(row["accuracy"] for row in self.history),
             **self.figures,
         }
 
-    def _take_part(self, link: Link, interrupted: Callable[[], bool]) -> None:
+    def _take_part(self, place: Place, interrupted: Callable[[], bool]) -> None:
         learner, plan, folder = self.learner, self.plan, self.folder
-        if plan.messages is not None:
-            link.budget = plan.messages - self._earlier["messages"]
-        if not link.wait_for(plan.wait_for, plan.wait_seconds, interrupted):
-            folder.record("alone", others=len(link.present), expected=plan.wait_for)
+        if not place.wait_for(plan.wait_for, plan.wait_seconds, interrupted):
+            folder.record("alone", others=len(place.present), expected=plan.wait_for)
         if not self.history:
             self._evaluate()
-        rounds = 0
-        while not (learner.finished or interrupted() or self._spent()):
-            learner.steps(plan.steps)
+
+        def tell(event: Event) -> int:
+            if interrupted():
+                place.tell(Stop())  # first: nobody would train on what is fused at a round's end
+            return place.tell(event)
+
+        rounds, steps = 0, tell(Started())
+        while steps:
+            learner.steps(steps)
             rounds += 1
             folder.iteration = learner.iteration
-            self._fuse(link)
-            link.boundary(Snapshot(learner.params, learner.progress, learner.iteration))
+            steps = tell(RoundEnded())
             if rounds % plan.eval_every == 0:
                 self._evaluate()
             if rounds % plan.save_every == 0:
                 self._save()
             time.sleep(plan.pause)
-        link.leave()
-        self._fuse(link)
-
-    def _spent(self) -> bool:
-        budget = self.plan.messages
-        return budget is not None and self.figures["messages"] >= budget
-
-    def _fuse(self, link: Link) -> None:
-        """Mix what has come in into the weights of this moment."""
-        learner, rule = self.learner, self.plan.fusion
-        for fusion in link.take_fusions():
-            fused = rule.fuse(learner.params, [fusion.snapshot], fusion.own_progress)
-            learner.fuse(fused)
-            self.fusions += 1
-            side = "owner" if fusion.token.peer == self.folder.peer else "claimer"
-            partner = list(fusion.partner)
-            self.folder.record("fused", token=list(fusion.token), side=side, partner=partner)
+        place.leave()
 
     def _evaluate(self) -> None:
         figures = {"accuracy": self.evaluate(self.learner), **self.figures}
@@ -162,8 +182,14 @@ class Driver:
         self.folder.record("evaluated", **figures)
 
     def _save(self) -> None:
-        state = {"learner": self.learner.state_dict(), "history": self.history}
-        self.folder.save({**state, "figures": self.figures, "fixed": self.fixed})
+        self.folder.save(
+            {
+                "node": self.node.lasting_state(),
+                "history": self.history,
+                "seconds": self.figures["seconds"],
+                "fixed": self.fixed,
+            }
+        )
 
     def _check(self, saved: dict[str, Any]) -> None:
         other = [name for name, value in self.fixed.items() if saved.get(name) != value]

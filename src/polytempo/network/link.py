@@ -1,7 +1,7 @@
-"""Between the state machine of a peer and the network.
+"""Between the node of a peer and the network: delivers events, carries out actions.
 
-One thread owns the machine. Everything that happens is a job in its queue: what Zenoh's callbacks
-report, what the training loop says at a round's end, and deadlines. So no event meets a machine
+One thread owns the node. Everything that happens is a job in its queue: what Zenoh's callbacks
+report, what the training loop says at a round's end, and deadlines. So no event meets a node
 half-way through another, and nothing here needs a lock. A job never waits for the network: models
 are sent by other threads, because a send waits while the line is congested (the alternative, which
 is Zenoh's default for `put`, is to drop the message).
@@ -10,7 +10,6 @@ is Zenoh's default for `put`, is to drop the message).
 from __future__ import annotations
 
 import heapq
-import math
 import queue
 import threading
 import time
@@ -25,16 +24,31 @@ from polytempo.network.wire import MOST_HEADER, Message, Wire
 from polytempo.nodes import (
     Action,
     Announce,
+    AnswerClaim,
+    AnswerExchange,
+    Appeared,
     Claim,
+    ClaimAnswered,
+    Claimed,
+    DeadlinePassed,
+    Discarded,
+    Event,
     Exchange,
-    Exchanging,
+    ExchangeAnswered,
+    Exchanged,
+    Fused,
     Fusion,
+    Gone,
     Identity,
     Idle,
-    Peer,
+    Paired,
+    PeerNode,
     SetDeadline,
     Snapshot,
+    Stop,
     Token,
+    Train,
+    Vanished,
     Withdraw,
 )
 
@@ -53,9 +67,8 @@ _POLL = 0.02  # seconds between two looks at something that another thread bring
 class Link:
     """A peer's place in the network, from `with` to its end."""
 
-    def __init__(self, peer: Peer, wire: Wire, address: Address, record: Record) -> None:
-        self.peer, self.wire, self.address, self.record = peer, wire, address, record
-        self.budget = math.inf  # models that may be sent; then the peer takes part no more
+    def __init__(self, node: PeerNode, wire: Wire, record: Record, address: Address) -> None:
+        self.node, self.wire, self.record, self.address = node, wire, record, address
         self.present: dict[str, int] = {}  # the incarnation of each other peer that lives
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._deadlines: list[tuple[float, int, Token]] = []
@@ -63,8 +76,9 @@ class Link:
         self._callbacks = 0  # Zenoh runs each on a thread of its own ...
         self._ended: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()  # ... named here
         self.failure: Exception | None = None  # what ended this link
-        self._phase = type(peer.phase).__name__
-        self._thread = threading.Thread(target=self._serve, name="polytempo machine")
+        self._phase = type(node.phase).__name__
+        self._steps = 0  # of the local round that the node has asked for
+        self._thread = threading.Thread(target=self._serve, name="polytempo node")
 
     # -- for the training loop ------------------------------------------------------------------
 
@@ -83,7 +97,7 @@ class Link:
         return self
 
     def _declare(self) -> None:
-        me, key = self.peer.identity, self.wire.key
+        me, key = self.node.identity, self.wire.key
         # What others may ask stands before they hear of us.
         self._declared: list[Any] = [
             self._session.declare_queryable(key(kind, *me), self._callback(answer))
@@ -109,13 +123,16 @@ class Link:
         for _each in range(self._callbacks):
             self._ended.get().join()
 
-    def boundary(self, snapshot: Snapshot) -> None:
-        """A local round has ended with this model."""
-        self._ask(lambda: self._act(self.peer.boundary(snapshot)))
+    def tell(self, event: Event) -> int:
+        """Something happens to the training loop. Returns how many steps to train now; 0: the peer
+        has done its part."""
 
-    def take_fusions(self) -> list[Fusion]:
-        """What has come in since the last call."""
-        return self._ask(self.peer.take_fusions)
+        def job() -> int:
+            self._steps = 0
+            self._handle(event)
+            return self._steps
+
+        return self._ask(job)
 
     def wait_for(self, others: int, seconds: float, stop: Callable[[], bool]) -> bool:
         """Wait until so many other peers are there; whether they came in time."""
@@ -128,11 +145,11 @@ class Link:
 
     def leave(self) -> None:
         """Take part no more, and wait for a pairing under way, which ends by its time-outs."""
-        self._ask(lambda: self._act(self.peer.stop()))
-        while not self._ask(lambda: isinstance(self.peer.phase, Idle)):
+        self.tell(Stop())
+        while not self._ask(lambda: isinstance(self.node.phase, Idle)):
             time.sleep(_POLL)
 
-    # -- the thread that owns the machine -------------------------------------------------------
+    # -- the thread that owns the node -------------------------------------------------------
 
     def _post(self, job: Callable[..., object], *what: object) -> None:
         self._jobs.put(partial(job, *what))
@@ -144,7 +161,7 @@ class Link:
         return self._zenoh.handlers.Callback(partial(self._post, job), ended)
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Let the machine's thread answer."""
+        """Let the node's thread answer."""
         answer: Future[T] = Future()
 
         def job() -> None:
@@ -163,7 +180,8 @@ class Link:
         while True:
             now = time.monotonic()
             if self._deadlines and self._deadlines[0][0] <= now:
-                job: Job | None = partial(self._deadline, heapq.heappop(self._deadlines)[2])
+                passed = DeadlinePassed(heapq.heappop(self._deadlines)[2])
+                job: Job | None = partial(self._handle, passed)
             else:
                 wait = self._deadlines[0][0] - now if self._deadlines else None
                 try:
@@ -177,31 +195,55 @@ class Link:
             except Exception as error:  # the training loop raises it at the next round's end
                 self.failure = error
 
-    def _deadline(self, token: Token) -> None:
-        self._act(self.peer.deadline(token))
-
-    def _act(self, actions: Sequence[Action]) -> None:
-        """Carry out what the machine wants."""
-        phase = type(self.peer.phase).__name__
+    def _handle(self, event: Event, query: zenoh.Query | None = None) -> None:
+        """Let the node take an event, `query` if another peer asks, and do what it wants."""
+        actions = self.node.handle(event)
+        phase = type(self.node.phase).__name__
         if phase != self._phase:
             self._phase = phase
             self.record("phase", phase=phase)
-        if self.peer.model_messages >= self.budget and not self.peer.stopped:
-            actions = [*actions, *self.peer.stop()]
         for action in actions:
-            match action:
-                case Announce(token):
-                    key = self.wire.key("ticket", *token)
-                    self._standing[token] = self._session.liveliness().declare_token(key)
-                case Withdraw(token):
-                    self._standing.pop(token).undeclare()  # type: ignore[no-untyped-call]
-                case Claim(token, timeout):
-                    self._query(token, None, timeout, self._claim_answered)
-                case Exchange(token, snapshot, timeout):
-                    self._send(self._query, token, snapshot, timeout, self._exchange_answered)
-                case SetDeadline(token, seconds):
-                    at = time.monotonic() + seconds
-                    heapq.heappush(self._deadlines, (at, token.ticket, token))
+            self._act(action, query)
+
+    def _act(self, action: Action, query: zenoh.Query | None) -> None:
+        """A node answers a question at once, so that an answer belongs to the query at hand."""
+        match action:
+            case Announce(token):
+                key = self.wire.key("ticket", *token)
+                self._standing[token] = self._session.liveliness().declare_token(key)
+            case Withdraw(token):
+                self._standing.pop(token).undeclare()  # type: ignore[no-untyped-call]
+            case Claim(token, timeout):
+                self._query(token, None, timeout, self._claim_answered)
+            case Exchange(token, snapshot, timeout):
+                self._send(self._query, token, snapshot, timeout, self._exchange_answered)
+            case AnswerClaim(to, token, granted):
+                assert query is not None
+                if granted:
+                    self.record("granted", token=list(token), to=list(to))
+                with query:
+                    self._reply(query, _CLAIM, _YES if granted else _NO, express=True)
+            case AnswerExchange(to, token, answer):
+                assert query is not None
+                if answer is None:
+                    self._refuse(query, f"the ticket {tuple(token)} was not granted to {to.peer}")
+                else:
+                    self._send(self._send_back, query, token, answer)
+            case SetDeadline(token, seconds):
+                at = time.monotonic() + seconds
+                heapq.heappush(self._deadlines, (at, token.ticket, token))
+            case Train(steps):
+                self._steps = steps
+            case Paired(fusion):
+                self.record("paired", **self._sides(fusion), to=list(fusion.partner))
+            case Fused(fusion):
+                self.record("fused", **self._sides(fusion), partner=list(fusion.partner))
+            case Discarded(fusion):
+                self.record("discarded", **self._sides(fusion), partner=list(fusion.partner))
+
+    def _sides(self, fusion: Fusion) -> dict[str, Any]:
+        side = "owner" if fusion.token.owner == self.node.identity else "claimer"
+        return {"token": list(fusion.token), "side": side}
 
     # -- presence -------------------------------------------------------------------------------
 
@@ -212,7 +254,7 @@ class Link:
         except Refused as error:
             self.record("refused", why=str(error))
             return
-        me = self.peer.identity
+        me = self.node.identity
         if who.peer == me.peer:
             if isinstance(who, Identity) and stands and who.incarnation > me.incarnation:
                 raise PolytempoError(
@@ -220,7 +262,7 @@ class Link:
                     f"one is {me.incarnation}); give each peer an --id of its own"
                 )
         elif isinstance(who, Token):
-            self._act(self.peer.appeared(who) if stands else self.peer.vanished(who))
+            self._handle(Appeared(who) if stands else Vanished(who))
         elif stands:
             self.present[who.peer] = max(who.incarnation, self.present.get(who.peer, 0))
             self.record("joined", who=list(who))
@@ -228,61 +270,46 @@ class Link:
             if self.present.get(who.peer) == who.incarnation:
                 del self.present[who.peer]
             self.record("left", who=list(who))
-            phase = self.peer.phase
-            if isinstance(phase, Exchanging) and phase.token.owner == who:
-                return  # its answer may be on its way still; the query's end tells
-            self._act(self.peer.gone(who))
+            self._handle(Gone(who))
 
     # -- as the owner of a ticket ---------------------------------------------------------------
 
     def _claimed(self, query: zenoh.Query) -> None:
-        with query:
-            try:
-                message = self._read(query, weights=False)
-            except Refused as error:
-                self._refuse(query, str(error))
-                return
-            granted, actions = self.peer.claimed(message.by, message.token)
-            if granted:
-                self.record("granted", token=list(message.token), to=list(message.by))
-            self._reply(query, _CLAIM, _YES if granted else _NO, express=True)
-            self._act(actions)
+        try:
+            message = self._read(query, weights=False)
+        except Refused as error:
+            self._refuse(query, str(error))
+            return
+        self._handle(Claimed(message.by, message.token), query)
 
     def _exchanged(self, query: zenoh.Query) -> None:
         try:
             message = self._read(query, weights=True)
         except Refused as error:
-            with query:
-                self._refuse(query, str(error))
+            self._refuse(query, str(error))
             return
         assert message.snapshot is not None
-        mine, actions = self.peer.exchanged(message.by, message.token, message.snapshot)
-        if mine is None:
-            with query:
-                self._refuse(query, f"the ticket {tuple(message.token)} was not granted to you")
-        else:
-            self.record("paired", side="owner", token=list(message.token), to=list(message.by))
-            self._send(self._send_back, query, message.token, mine)
-        self._act(actions)
+        self._handle(Exchanged(message.by, message.token, message.snapshot), query)
 
     def _send_back(self, query: zenoh.Query, token: Token, snapshot: Snapshot) -> None:
         with query:
-            header, payload = self.wire.write(self.peer.identity, token, snapshot)
+            header, payload = self.wire.write(self.node.identity, token, snapshot)
             self._reply(query, _EXCHANGE, payload, attachment=header)
 
     def _reply(self, query: zenoh.Query, kind: str, payload: bytes, **more: Any) -> None:
         """Under our own key: that of the query may be a pattern."""
         try:
-            query.reply(self.wire.key(kind, *self.peer.identity), payload, **more)
+            query.reply(self.wire.key(kind, *self.node.identity), payload, **more)
         except self._zenoh.ZError as error:  # the line broke: silence to the claimer
             self.record("unsent", why=str(error))
 
     def _refuse(self, query: zenoh.Query, why: str) -> None:
         self.record("refused", why=why)
-        try:
-            query.reply_err(why.encode()[:500])
-        except self._zenoh.ZError as error:
-            self.record("unsent", why=str(error))
+        with query:
+            try:
+                query.reply_err(why.encode()[:500])
+            except self._zenoh.ZError as error:
+                self.record("unsent", why=str(error))
 
     # -- as a claimer ---------------------------------------------------------------------------
 
@@ -295,7 +322,7 @@ class Link:
     ) -> None:
         """Ask the token's owner; `done` gets the replies, none if nobody answered in time."""
         replies: list[zenoh.Reply] = []
-        header, payload = self.wire.write(self.peer.identity, token, snapshot)
+        header, payload = self.wire.write(self.node.identity, token, snapshot)
         kind = _CLAIM if snapshot is None else _EXCHANGE
 
         def over() -> None:
@@ -319,7 +346,7 @@ class Link:
         answers = {_YES: True, _NO: False}
         answer = self._answer(token, replies)
         granted = None if answer is None else answers.get(answer.payload.to_bytes())
-        self._act(self.peer.claim_answered(token, granted))
+        self._handle(ClaimAnswered(token, granted))
 
     def _exchange_answered(self, token: Token, replies: Sequence[zenoh.Reply]) -> None:
         snapshot = None
@@ -332,12 +359,7 @@ class Link:
                 snapshot = message.snapshot
         except Refused as error:
             self.record("refused", why=str(error))
-        phase = self.peer.phase
-        paired = snapshot is not None and isinstance(phase, Exchanging) and phase.token == token
-        actions = self.peer.exchange_answered(token, snapshot)
-        if paired:
-            self.record("paired", side="claimer", token=list(token), to=list(token.owner))
-        self._act(actions)
+        self._handle(ExchangeAnswered(token, snapshot))
 
     def _answer(self, token: Token, replies: Sequence[zenoh.Reply]) -> zenoh.Sample | None:
         """The one good reply. That there is none is all that Zenoh says of a failure."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.registry import Options, Registry
-from polytempo.nodes.pairing import Snapshot
+from polytempo.nodes.protocol import Snapshot
 
 
 class FusionRule(Options):

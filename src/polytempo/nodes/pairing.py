@@ -1,4 +1,4 @@
-"""One peer of an asynchronous federation without a server: events in, actions out, no I/O
+"""How peers without a server find a partner, one at a time: events in, actions out, no I/O
 (Sad et al.: Towards Asynchronous Peer-to-Peer Federated Learning, EuroMLSys 2025, Sec. 3).
 
 After a local round a peer may decide to communicate. If it knows somebody who is waiting for a
@@ -29,161 +29,65 @@ ticket alone decides who gets it:
     IDLE or PENDING -> CLAIMING -> EXCHANGING -> IDLE    its claimer
                        CLAIMING -> CLAIMING or PENDING   its claim was in vain
 
-Training never waits. The machine hands out the snapshot of the last round boundary and puts what it
-receives into an inbox; the training loop empties it at a boundary and fuses into its *current*
-weights, so no local step is overwritten. Only the model, the progress and an incarnation that grows
-at each start need to be saved.
+An exchange ends with its answer, or with the news that none can come, and not with the owner's
+death: an owner that leaves in good order has sent its model before, and the news of its leave may
+overtake it. Whoever carries the exchange knows what is still under way; presence does not.
 
-An engine carries out the actions and reports each event once. Events may come late, never, or in
-any order: those that no longer matter are ignored. Tokens of one owner are ordered by incarnation
-and ticket, so an announcement that arrives after its own withdrawal is known to be stale.
+Training never waits. The machine hands out the snapshot of the last round boundary and reports what
+it receives (`Paired`); when that is fused, and whether, is up to its `PeerNode`.
+
+A driver carries out the actions and reports each event once. Events may come late, never, or in any
+order: those that no longer matter are ignored. Tokens of one owner are ordered by incarnation and
+ticket, so an announcement that arrives after its own withdrawal is known to be stale.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
-
-from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
+from polytempo.core.strategy import State
 from polytempo.nodes.decision import Decision, Occasion
-
-PeerId: TypeAlias = str
-
-
-class Identity(NamedTuple):
-    """Who speaks: a peer that has restarted is somebody else."""
-
-    peer: PeerId
-    incarnation: int
-
-
-class Token(NamedTuple):
-    """That its owner is pending. Never used again; later tokens of one owner are larger."""
-
-    peer: PeerId
-    incarnation: int
-    ticket: int
-
-    @property
-    def owner(self) -> Identity:
-        return Identity(self.peer, self.incarnation)
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """A peer's model at the end of a local round. Nobody changes `params` afterwards."""
-
-    params: Tensor
-    progress: float  # iterations done / target iterations
-    iteration: int
-
-
-@dataclass(frozen=True, eq=False)
-class Fusion:
-    """Somebody's snapshot, to be fused into the current weights at the next round boundary."""
-
-    partner: Identity
-    token: Token  # the pairing; the same on both sides
-    snapshot: Snapshot
-    own_progress: float  # ours, as we told the partner: both sides weigh by the same two
+from polytempo.nodes.protocol import (
+    Action,
+    Announce,
+    AnswerClaim,
+    AnswerExchange,
+    Appeared,
+    Boundary,
+    Claim,
+    ClaimAnswered,
+    Claimed,
+    Claiming,
+    DeadlinePassed,
+    Exchange,
+    ExchangeAnswered,
+    Exchanged,
+    Exchanging,
+    Fusion,
+    Gone,
+    Granted,
+    Identity,
+    Idle,
+    Paired,
+    PairingEvent,
+    PeerId,
+    Pending,
+    Phase,
+    SetDeadline,
+    Snapshot,
+    Stop,
+    Token,
+    Vanished,
+    Withdraw,
+)
+from polytempo.nodes.state import read, spell
 
 
-# -- phases -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Trains, and wants nothing."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Waits to be claimed, for so many local rounds by now."""
-
-    token: Token
-    rounds: int = 0
-
-
-@dataclass(frozen=True)
-class Claiming:
-    """Has asked the token's owner, who has not answered yet."""
-
-    token: Token
-
-
-@dataclass(frozen=True)
-class Granted:
-    """Has said yes to `to` and waits for its snapshot until the deadline."""
-
-    to: Identity
-    token: Token
-
-
-@dataclass(frozen=True)
-class Exchanging:
-    """Was granted the token, has sent its snapshot of that progress, waits for the owner's."""
-
-    token: Token
-    progress: float
-
-
-Phase: TypeAlias = Idle | Pending | Claiming | Granted | Exchanging
-
-
-# -- actions ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Announce:
-    """Let the token stand: all peers, latecomers too, see it until it is withdrawn or we die."""
-
-    token: Token
-
-
-@dataclass(frozen=True)
-class Withdraw:
-    """Take the token away."""
-
-    token: Token
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Ask `token.owner` for the token; report `claim_answered`, with None after `timeout`."""
-
-    token: Token
-    timeout: float  # seconds
-
-
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """Send our snapshot to `token.owner`; report `exchange_answered`, with None after `timeout`."""
-
-    token: Token
-    snapshot: Snapshot
-    timeout: float  # seconds
-
-
-@dataclass(frozen=True)
-class SetDeadline:
-    """Report `deadline(token)` after so many seconds. It need not be cancelled."""
-
-    token: Token
-    seconds: float
-
-
-Action: TypeAlias = Announce | Withdraw | Claim | Exchange | SetDeadline
-
-
-# -- the machine --------------------------------------------------------------------------------
-
-
-class Peer:
-    """The state machine. Each method is an event; it returns the actions to carry out, in order.
+class Pairing:
+    """The state machine of one peer: `handle` takes an event and returns the actions to carry out,
+    in order.
 
     `peers` is K, the number of members. `incarnation` must be larger at each start of this peer.
     `patience`: local rounds after which a pending peer seeks anew.
@@ -221,13 +125,34 @@ class Peer:
         self.phase: Phase = Idle()
         self.hints: dict[PeerId, Token] = {}  # whom we believe to be pending
         self.stopped = False
-        self.model_messages = 0  # snapshots that we sent: a pairing costs one on each side
-        self.announcements = 0  # tokens that we announced, and tokens that we withdrew
         self.rounds = 0  # local rounds since the last pairing
         self._snapshot: Snapshot | None = None
-        self._inbox: list[Fusion] = []
         self._ticket = 0
         self._oldest: dict[PeerId, Token] = {}  # of each peer, no token before this one stands
+
+    def handle(self, event: PairingEvent) -> list[Action]:
+        """Take an event; what to do now."""
+        match event:
+            case Boundary(snapshot):
+                return self.boundary(snapshot)
+            case Stop():
+                return self.stop()
+            case Appeared(token):
+                return self.appeared(token)
+            case Vanished(token):
+                return self.vanished(token)
+            case Gone(who):
+                return self.gone(who)
+            case Claimed(by, token):
+                return self.claimed(by, token)
+            case Exchanged(by, token, snapshot):
+                return self.exchanged(by, token, snapshot)
+            case DeadlinePassed(token):
+                return self.deadline(token)
+            case ClaimAnswered(token, granted):
+                return self.claim_answered(token, granted)
+            case ExchangeAnswered(token, answer):
+                return self.exchange_answered(token, answer)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -239,15 +164,10 @@ class Peer:
             case Idle() if not self.stopped and self._wants_to_communicate(snapshot):
                 return self._seek()
             case Pending(token, rounds) if rounds + 1 >= self.patience:
-                return [*self._withdraw(token), *self._seek()]
+                return [Withdraw(token), *self._seek()]
             case Pending(token, rounds):
                 self.phase = Pending(token, rounds + 1)
         return []
-
-    def take_fusions(self) -> list[Fusion]:
-        """What has come in since the last call, each once: fuse it into the current weights."""
-        taken, self._inbox = self._inbox, []
-        return taken
 
     def stop(self) -> list[Action]:
         """Take part no more. A pairing under way is finished: leave when the phase is Idle."""
@@ -255,7 +175,7 @@ class Peer:
         match self.phase:
             case Pending(token):
                 self.phase = Idle()
-                return self._withdraw(token)
+                return [Withdraw(token)]
         return []
 
     # -- presence -------------------------------------------------------------------------------
@@ -267,7 +187,7 @@ class Peer:
         self._oldest[token.peer] = self.hints[token.peer] = token
         match self.phase:
             case Pending(own) if token.peer < own.peer:
-                return [*self._withdraw(own), *self._seek()]
+                return [Withdraw(own), *self._seek()]
         return []
 
     def vanished(self, token: Token) -> list[Action]:
@@ -283,7 +203,7 @@ class Peer:
         if hint is not None and hint.owner == who:
             self._drop(hint)
         match self.phase:
-            case Claiming(token) | Exchanging(token) if token.owner == who:
+            case Claiming(token) if token.owner == who:
                 return self._seek()
             case Granted(to) if to == who:
                 self.phase = Idle()
@@ -291,26 +211,25 @@ class Peer:
 
     # -- as the owner of a ticket ---------------------------------------------------------------
 
-    def claimed(self, by: Identity, token: Token) -> tuple[bool, list[Action]]:
-        """`by` claims our token: the answer, to be sent at once, and what to do besides."""
+    def claimed(self, by: Identity, token: Token) -> list[Action]:
+        """`by` claims our token."""
         match self.phase:
             case Pending(own) if own == token:
                 self.phase = Granted(by, token)
                 wait = SetDeadline(token, self.claim_timeout + self.exchange_timeout)
-                return True, [*self._withdraw(token), wait]
-        return False, []
+                return [AnswerClaim(by, token, True), Withdraw(token), wait]
+        return [AnswerClaim(by, token, False)]
 
-    def exchanged(
-        self, by: Identity, token: Token, snapshot: Snapshot
-    ) -> tuple[Snapshot | None, list[Action]]:
-        """`by` sends its snapshot for our token: ours to answer with, or None for an error."""
+    def exchanged(self, by: Identity, token: Token, snapshot: Snapshot) -> list[Action]:
+        """`by` sends its snapshot for our token. We take it in before we answer."""
         own = self._snapshot
         if self.phase != Granted(by, token):
-            return None, []
+            return [AnswerExchange(by, token, None)]
         assert own is not None, "only a boundary makes a peer pending"
-        self._pair(Fusion(by, token, snapshot, own.progress))
-        self.model_messages += 1
-        return own, []
+        return [
+            self._pair(Fusion(by, token, snapshot, own.progress)),
+            AnswerExchange(by, token, own),
+        ]
 
     def deadline(self, token: Token) -> list[Action]:
         """The time that was asked for with this token has passed."""
@@ -329,7 +248,6 @@ class Peer:
             own = self._snapshot
             assert own is not None, "only a boundary makes a peer claim"
             self.phase = Exchanging(token, own.progress)
-            self.model_messages += 1
             return [Exchange(token, own, self.exchange_timeout)]
         if granted is None:
             self._drop(token)
@@ -343,8 +261,37 @@ class Peer:
             case Exchanging(asked, _) if asked == token and snapshot is None:
                 return self._seek()
             case Exchanging(asked, progress) if asked == token and snapshot is not None:
-                self._pair(Fusion(token.owner, token, snapshot, progress))
+                return [self._pair(Fusion(token.owner, token, snapshot, progress))]
         return []
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """What the machine remembers: all but its settings."""
+        return {
+            "identity": spell(self.identity),
+            "phase": spell(self.phase),
+            "hints": [spell(token) for token in self.hints.values()],
+            "oldest": [spell(token) for token in self._oldest.values()],
+            "stopped": self.stopped,
+            "rounds": self.rounds,
+            "snapshot": spell(self._snapshot),
+            "ticket": self._ticket,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there, as the same incarnation."""
+        saved = read(state["identity"])
+        if saved != self.identity:
+            raise PolytempoError(
+                f"the pairing of {tuple(saved)} cannot go on as {tuple(self.identity)}; a later "
+                "incarnation begins anew"
+            )
+        self.phase = read(state["phase"])
+        self.hints = {token.peer: token for token in map(read, state["hints"])}
+        self._oldest = {token.peer: token for token in map(read, state["oldest"])}
+        self.stopped, self.rounds = state["stopped"], state["rounds"]
+        self._snapshot, self._ticket = read(state["snapshot"]), state["ticket"]
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -366,19 +313,14 @@ class Peer:
         self._ticket += 1
         token = Token(*self.identity, self._ticket)
         self.phase = Pending(token)
-        self.announcements += 1
         return [Announce(token)]
-
-    def _withdraw(self, token: Token) -> list[Action]:
-        self.announcements += 1
-        return [Withdraw(token)]
 
     def _drop(self, token: Token) -> None:
         """Forget the hint, unless its owner has announced a later token since."""
         if self.hints.get(token.peer, token) <= token:
             self.hints.pop(token.peer, None)
 
-    def _pair(self, fusion: Fusion) -> None:
-        self._inbox.append(fusion)
+    def _pair(self, fusion: Fusion) -> Action:
         self.rounds = 0
         self.phase = Idle()
+        return Paired(fusion)

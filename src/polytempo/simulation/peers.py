@@ -1,4 +1,4 @@
-"""The simulator of peers: an engine that drives `Peer` machines on a virtual clock.
+"""The simulator of peers: an engine that drives `PeerNode`s on a virtual clock.
 
 Theory of operation
 -------------------
@@ -6,18 +6,19 @@ Theory of operation
    (CHANGE), a message reaches a peer (DELIVER), a time-out passes (TIMEOUT), a local round ends
    (ROUND). At equal times they happen in this order, so that what one peer says at the end of its
    round is known to the next whose round ends at the same time.
-2. A local round lasts as long as the device model says. It is trained when it ends: nobody looks at
-   a model but at the end of a round. Then what has come in meanwhile is fused into the weights, and
-   the machine is told, which may want to communicate. The next round begins at once.
-3. What a machine wants is a message: an event for another machine, now (tokens, claims and their
-   answers are a few bytes) or after the time that a model takes over the slower of the two links.
-   Time-outs are events for the machine itself; those that have lost their meaning do not move the
-   clock.
-4. A peer that is away is dead to the others. When it comes back it has its weights, momentum and
-   place in the schedule, begins its local round anew, and is a new incarnation.
+2. A local round lasts as long as the device model says. It is a job for the backend, as a client's
+   training is, announced when it begins and carried out when it ends: nobody looks at a model but
+   at the end of a round. Then the node is told, which fuses what has come in meanwhile, may want to
+   communicate, and asks for the next round, which begins at once.
+3. What a node wants is a message: an event for another node, now (tokens, claims and their answers
+   are a few bytes) or after the time that a model takes over the slower of the two links. Time-outs
+   are events for the node itself; those that have lost their meaning do not move the clock.
+4. A peer that is away is dead to the others, and an exchange with it breaks off. When it comes back
+   it has its weights, momentum and place in the schedule, begins its local round anew, and is a new
+   incarnation.
 5. Models sent are counted when they are sent: two for each pairing. No pairing is begun that the
-   budget cannot pay; the run ends with the one that spends it, and what its two peers have then
-   received and not yet fused is lost.
+   budget (of all peers together) cannot pay; the run ends with the one that spends it, and what its
+   two peers have then received and not yet fused is lost, as it is for a peer at its target.
 """
 
 from __future__ import annotations
@@ -37,47 +38,82 @@ from polytempo.data import Federation
 from polytempo.nodes import (
     Action,
     Announce,
+    AnswerClaim,
+    AnswerExchange,
+    Appeared,
     Claim,
-    Claiming,
+    ClaimAnswered,
+    Claimed,
+    DeadlinePassed,
+    Discarded,
+    Event,
     Exchange,
+    ExchangeAnswered,
+    Exchanged,
     Exchanging,
+    Fused,
     Fusion,
-    Granted,
+    Gone,
     Identity,
-    Idle,
-    Peer,
+    Paired,
+    Pairing,
+    PeerNode,
     Pending,
+    RoundEnded,
     SetDeadline,
     Snapshot,
+    Started,
     Token,
+    Train,
+    Vanished,
+    Withdraw,
+    read,
+    spell,
 )
 from polytempo.simulation.checks import PeerChecker
 from polytempo.simulation.each_peer import EachPeer
 from polytempo.simulation.engine import Engine, World
 from polytempo.strategies.p2p import P2P
-from polytempo.training import PERSONAL, Exam, Learner, Schedule, Score
+from polytempo.training import PERSONAL, Exam, Job, Learner, Score
 
 CHANGE, DELIVER, TIMEOUT, ROUND = 0, 1, 2, 3  # priorities at equal times
 CLAIM_SECONDS, EXCHANGE_SECONDS = 3.0, 20.0  # time-outs; the second beside what a model takes
 
 
 @dataclass(frozen=True)
+class Round:
+    """A local round under way."""
+
+    ticket: int  # counter of the event that ends it
+    end: float
+    job: Job
+
+    @property
+    def steps(self) -> int:
+        return (self.job.last_step or 0) - self.job.first_step
+
+
+@dataclass(frozen=True)
 class Post:
-    """An event on its way to a machine: the name of its method, and what it is called with."""
+    """An event on its way to a node."""
 
     to: Identity
-    event: str
-    arguments: tuple[Any, ...]
+    event: Event
 
+    @property
+    def brings_model(self) -> bool:
+        match self.event:
+            case Exchanged() | ExchangeAnswered(snapshot=Snapshot()):
+                return True
+        return False
 
-COUNTS = ("incarnations", "answers", "local_rounds", "pairings", "each", "effects")
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(Identity, Token, Snapshot, Fusion, Post),
-        *(Idle, Pending, Claiming, Granted, Exchanging),
-    )
-}
+    @property
+    def is_silence(self) -> bool:
+        """Whether it says that something has not happened: a time-out, or a refused exchange."""
+        match self.event:
+            case DeadlinePassed() | ClaimAnswered(granted=None) | ExchangeAnswered(snapshot=None):
+                return True
+        return False
 
 
 class PeerSimulator(Engine):
@@ -97,7 +133,7 @@ class PeerSimulator(Engine):
         **world: Unpack[World],
     ) -> None:
         super().__init__(federation, module, strategy, **world)
-        clients, task = federation.clients, self.context.task
+        clients = federation.clients
         strategy.setup(self.context)
         if not all(change.timed for change in self.changes):
             raise PolytempoError(
@@ -107,16 +143,14 @@ class PeerSimulator(Engine):
         self.slots, self.refill = clients, strategy.refill
         self.messages.update(exchange=0, claim=0, announce=0)
         self.bytes.update(exchange=0)
-        schedule = Schedule(strategy.iterations(rounds), strategy.milestones, strategy.gamma)
-        self.learners = [
-            Learner(self.backend.solver, peer=client, task=task, schedule=schedule)
-            for client in range(clients)
-        ]
+        self.target = strategy.iterations(rounds)  # of each peer
+        task = replace(self.context.task, schedule=strategy.schedule(self.target))
+        self.learners = [Learner(self.backend.solver, client, task) for client in range(clients)]
         self.nbytes = self.learners[0].params.nbytes
-        self.machines: dict[int, Peer] = {}  # of the peers that are there
+        self.nodes: dict[int, PeerNode] = {}  # of the peers that are there
         self.incarnations = [0] * clients
         self.lost: set[int] = set()  # peers that will never be there again
-        self.training: dict[int, int] = {}  # the ticket of the round that each peer is in
+        self.training: dict[int, Round] = {}  # the local round that each peer is in
         self.posts: dict[int, Post] = {}  # on their way, by number
         self.answers = 0  # models that are still to be sent, in pairings under way
         self.local_rounds = self.pairings = 0
@@ -138,12 +172,13 @@ class PeerSimulator(Engine):
         """Whether the rounds are done; or no pairing can be paid any more, or everybody has reached
         the target, and no model is on its way."""
         spent = self.sent + self.answers + 2 > self.budget
-        done = all(each.finished or each.peer in self.lost for each in self.learners)
+        done = all(
+            learner.iteration >= self.target or client in self.lost
+            for client, learner in enumerate(self.learners)
+        )
         if self.round >= self.limit and not done:
             return True
-        return (spent or done) and not any(
-            isinstance(what, Snapshot) for post in self.posts.values() for what in post.arguments
-        )
+        return (spent or done) and not any(post.brings_model for post in self.posts.values())
 
     # -- what happens --------------------------------------------------------------------------
 
@@ -168,29 +203,26 @@ class PeerSimulator(Engine):
             self.time = time
             self._change(index)
         elif priority == ROUND:
-            if self.training.get(client) == counter:  # else the peer has left meanwhile
-                self.time = time
-                self._boundary(client)
+            if client in self.training and self.training[client].ticket == counter:
+                self.time = time  # else the peer has left meanwhile
+                self._round_ends(client)
         else:
             self._deliver(time, client, self.posts.pop(index))
 
     def _join(self, client: int) -> None:
         """The peer is there, for the first time or again; it sees the tokens that stand."""
         self.incarnations[client] += 1
-        machine = self.machine(client)
-        for other in self.machines.values():
+        node = self._node(client)
+        for other in self.nodes.values():
             if isinstance(other.phase, Pending):
-                self._post(machine.identity, "appeared", other.phase.token)
-        self.machines[client] = machine
-        if self.learners[client].finished:
-            machine.stop()
-        else:
-            self._train(client)
+                self._post(node.identity, Appeared(other.phase.token))
+        self.nodes[client] = node
+        self._act(client, node.handle(Started()))
 
-    def machine(self, client: int) -> Peer:
-        """A new machine for the peer's present incarnation."""
+    def _node(self, client: int) -> PeerNode:
+        """A new node for the peer's present incarnation. The budget is the run's, not a peer's."""
         slowest = self.nbytes / min(self.bandwidths)
-        return Peer(
+        pairing = Pairing(
             str(client),
             self.incarnations[client],
             self.strategy.decision,
@@ -199,29 +231,38 @@ class PeerSimulator(Engine):
             exchange_timeout=EXCHANGE_SECONDS + 2 * slowest,
             seed=self.seed,
         )
+        return PeerNode(
+            pairing,
+            self.learners[client],
+            self.strategy.fusion,
+            target=self.target,
+            local_steps=self.strategy.local_steps,
+        )
 
     def _change(self, index: int) -> None:
         change = self.changes[index]
         client = change.client
         if change.available:
-            if client not in self.machines:
+            if client not in self.nodes:
                 self._emit(events.Return, client)
                 self._join(client)
             return
         self.lost |= {client} if change.for_good else set()
-        if client in self.machines:
+        if client in self.nodes:
             self._emit(events.Leave, client)
-            identity = self.machines.pop(client).identity
-            self.training.pop(client, None)
-            for other in self.machines.values():
-                self._post(other.identity, "gone", identity)
+            identity = self.nodes.pop(client).identity
+            if client in self.training:
+                self.backend.forget(self.training.pop(client).job)
+            for other in self.nodes.values():
+                self._post(other.identity, Gone(identity))
+                match other.phase:
+                    case Exchanging(token) if token.owner == identity:  # the line is broken
+                        self._post(other.identity, ExchangeAnswered(token, None))
 
-    def _train(self, client: int) -> None:
+    def _train(self, client: int, steps: int) -> None:
         """The peer begins a local round."""
-        learner = self.learners[client]
-        steps = min(self.strategy.local_steps, learner.schedule.target - learner.iteration)
-        work = replace(learner.task, steps=steps).work(self.federation.samples[client])
-        name = (client, "iteration", learner.iteration)
+        work = replace(self.context.task, steps=steps).work(self.federation.samples[client])
+        name = (client, "iteration", self.learners[client].iteration)
         seconds = self.devices.seconds(self.factors[client], work, rng(self.seed, "device", *name))
         now = self.timeline.at(client, self.time)
         if now is not None and now.latency is not None:
@@ -229,68 +270,97 @@ class PeerSimulator(Engine):
         fate = self.dropout.fate(rng(self.seed, "fate", *name))
         if isinstance(fate, float):
             seconds *= fate
-        self.training[client] = self._push(self.time + seconds, ROUND, client, 0, 0)
+        end = self.time + seconds
+        ticket = self._push(end, ROUND, client, 0, 0)
+        self.training[client] = Round(ticket, end, self.learners[client].job(steps))
+        self.backend.expect(self.training[client].job, end)
 
-    def _boundary(self, client: int) -> None:
-        """A local round ends."""
-        learner, machine = self.learners[client], self.machines[client]
+    def _go_on(self) -> None:
+        for round_ in self.training.values():  # those of a checkpoint
+            self.backend.expect(round_.job, round_.end)
+
+    def _round_ends(self, client: int) -> None:
+        learner = self.learners[client]
         with self._timed("training"):
-            learner.steps(self.strategy.local_steps)
+            ended = self.training.pop(client)
+            learner.take(self.backend.carry_out(ended.job), ended.steps)
         self.local_rounds += 1
-        self.strategy.models[client] = learner.params
         self._emit(events.Train, client, learner.iteration)
-        self._fuse(client)
-        stop = machine.stop() if learner.finished else []
-        snapshot = Snapshot(learner.params, learner.progress, learner.iteration)
-        self._act(client, [*stop, *machine.boundary(snapshot)])
-        del self.training[client]
-        if not learner.finished:
-            self._train(client)
+        with self._timed("server"):
+            actions = self.nodes[client].handle(RoundEnded())
+        self.strategy.models[client] = learner.params
+        self._act(client, actions)
         if self.round // self.eval_every > self.history[-1]["round"] // self.eval_every:
             self._record()
 
-    def _fuse(self, client: int) -> None:
-        """Mix in what the peer has received."""
-        learner, rule = self.learners[client], self.strategy.fusion
-        with self._timed("server"):
-            for fusion in self.machines[client].take_fusions():
-                own = fusion.own_progress
-                [weight] = rule.weights(own, [fusion.snapshot.progress])
-                fused = rule.fuse(learner.params, [fusion.snapshot], own)
-                if self.strategy.score_fusions:
-                    before, after = self._score([client, client], [learner.params, fused])
-                    self.effects[client].append((after.correct - before.correct) / after.total)
-                learner.fuse(fused)
-                self.strategy.models[client] = fused
-                partner, ticket = int(fusion.partner.peer), _name(fusion.token)
-                self._emit(events.Fuse, client, ticket, partner, weight)
-
     # -- messages ------------------------------------------------------------------------------
 
+    def _deliver(self, time: float, client: int, post: Post) -> None:
+        """An event reaches the node that it is for, or nobody, if that is dead."""
+        self.answers -= isinstance(post.event, Exchanged)
+        node = self.nodes.get(client)
+        if node is None or node.identity != post.to:
+            return
+        before = node.phase
+        actions = node.handle(post.event)
+        if post.is_silence and node.phase == before:
+            return  # of something that is settled
+        self.time = time
+        self._act(client, actions)
+
     def _act(self, client: int, actions: list[Action]) -> None:
-        """Carry out what the client's machine wants."""
-        me = self.machines[client].identity
+        """Carry out what the client's node wants."""
+        me = self.nodes[client].identity
         for action in actions:
-            token, owner = action.token, action.token.owner
             match action:
-                case SetDeadline(seconds=seconds):
-                    self._time_out(me, seconds, "deadline", token)
-                case Claim(timeout=timeout):
+                case Announce(token):
+                    self._tell_all(client, events.Announce, token, Appeared(token))
+                case Withdraw(token):
+                    self._tell_all(client, events.Withdraw, token, Vanished(token))
+                case Claim(token, timeout):
                     self.messages["claim"] += 1
                     self._emit(events.Claim, client, _name(token))
-                    self._post(owner, "claimed", me, token)
-                    self._time_out(me, timeout, "claim_answered", token, None)
-                case Exchange(snapshot=snapshot, timeout=timeout):
+                    self._post(token.owner, Claimed(me, token))
+                    self._time_out(me, timeout, ClaimAnswered(token, None))
+                case AnswerClaim(to, token, granted):
+                    if granted:
+                        self._emit(events.Grant, client, _name(token), int(to.peer))
+                    self._post(to, ClaimAnswered(token, granted))
+                case Exchange(token, snapshot, timeout):
                     self._exchange(client, token, snapshot)
-                    self._time_out(me, timeout, "exchange_answered", token, None)
-                case _:
-                    appears = isinstance(action, Announce)
-                    self.messages["announce"] += 1
-                    kind = events.Announce if appears else events.Withdraw
-                    self._emit(kind, client, _name(token))
-                    for other in self.machines.values():
-                        if other.identity != me:
-                            self._post(other.identity, "appeared" if appears else "vanished", token)
+                    self._time_out(me, timeout, ExchangeAnswered(token, None))
+                case AnswerExchange(to, token, answer):
+                    after = 0.0
+                    if answer is not None:
+                        self.pairings += 1
+                        self._send(client, token, answer)
+                        after = self._seconds(client, int(to.peer))
+                    self._post(to, ExchangeAnswered(token, answer), after=after)
+                case SetDeadline(token, seconds):
+                    self._time_out(me, seconds, DeadlinePassed(token))
+                case Train(steps):
+                    self._train(client, steps)
+                case Fused(fusion, weight, before, fused):
+                    if self.strategy.score_fusions:
+                        self._score_fusion(client, before, fused)
+                    self._emit(events.Fuse, client, *_about(fusion), weight)
+                case Discarded(fusion):
+                    self._emit(events.Discard, client, *_about(fusion))
+                case Paired():  # `Fused` or `Discarded` will tell
+                    pass
+
+    def _tell_all(
+        self,
+        client: int,
+        kind: type[events.Announce | events.Withdraw],
+        token: Token,
+        event: Event,
+    ) -> None:
+        self.messages["announce"] += 1
+        self._emit(kind, client, _name(token))
+        for other, node in self.nodes.items():
+            if other != client:
+                self._post(node.identity, event)
 
     def _exchange(self, client: int, token: Token, snapshot: Snapshot) -> None:
         """The claimer sends its model, if the budget pays for an answer too."""
@@ -299,61 +369,86 @@ class PeerSimulator(Engine):
         self.answers += 1
         self._send(client, token, snapshot)
         fate = self.dropout.fate(rng(self.seed, "fate", client, "exchange", self.messages["claim"]))
-        me, after = self.machines[client].identity, self._seconds(client, int(token.peer))
         if fate == "lost":
             self.answers -= 1
         else:
-            self._post(token.owner, "exchanged", me, token, snapshot, after=after)
+            event = Exchanged(self.nodes[client].identity, token, snapshot)
+            self._post(token.owner, event, after=self._seconds(client, int(token.peer)))
 
     def _send(self, client: int, token: Token, snapshot: Snapshot) -> None:
         self._count("exchange", snapshot.params.nbytes)
         self._emit(events.Exchange, client, _name(token), snapshot.progress)
 
-    def _deliver(self, time: float, client: int, post: Post) -> None:
-        """An event reaches the machine that it is for, or nobody, if that is dead."""
-        self.answers -= post.event == "exchanged"
-        machine = self.machines.get(client)
-        if machine is None or machine.identity != post.to:
-            return
-        before = machine.phase
-        found = getattr(machine, post.event)(*post.arguments)
-        if machine.phase == before and (post.event == "deadline" or None in post.arguments):
-            return  # a time-out of something that is settled
-        self.time = time
-        if post.event == "claimed":
-            granted, actions = found
-            by, token = post.arguments
-            if granted:
-                self._emit(events.Grant, client, _name(token), int(by.peer))
-            self._post(by, "claim_answered", token, granted)
-        elif post.event == "exchanged":
-            snapshot, actions = found
-            by, token, _ = post.arguments
-            after = 0.0
-            if snapshot is not None:
-                self.pairings += 1
-                self._send(client, token, snapshot)
-                after = self._seconds(client, int(by.peer))
-            self._post(by, "exchange_answered", token, snapshot, after=after)
-        else:
-            actions = found
-        self._act(client, actions)
-        if client not in self.training:  # it has reached its target: any time is a boundary
-            self._fuse(client)
-
     def _post(
-        self, to: Identity, event: str, *what: Any, after: float = 0.0, priority: int = DELIVER
+        self, to: Identity, event: Event, *, after: float = 0.0, priority: int = DELIVER
     ) -> None:
         number = self.counter + 1
-        self.posts[number] = Post(to, event, what)
+        self.posts[number] = Post(to, event)
         self._push(self.time + after, priority, int(to.peer), number, 0)
 
-    def _time_out(self, me: Identity, after: float, event: str, *what: Any) -> None:
-        self._post(me, event, *what, after=after, priority=TIMEOUT)
+    def _time_out(self, me: Identity, after: float, event: Event) -> None:
+        self._post(me, event, after=after, priority=TIMEOUT)
 
     def _seconds(self, one: int, other: int) -> float:
         """How long a model takes from one to the other: the slower link decides."""
         return self.nbytes / min(self.bandwidths[one], self.bandwidths[other])
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return super().state_dict() | {
+            "target": self.target,
+            "nodes": {str(client): node.state_dict() for client, node in self.nodes.items()},
+            "away": {
+                str(client): learner.state_dict()
+                for client, learner in enumerate(self.learners)
+                if client not in self.nodes
+            },
+            "posts": {
+                str(number): {"to": spell(post.to), "event": spell(post.event)}
+                for number, post in self.posts.items()
+            },
+            "training": {
+                str(client): [each.ticket, each.end, each.steps]
+                for client, each in self.training.items()
+            },
+            "lost": sorted(self.lost),
+            "incarnations": self.incarnations,
+            "answers": self.answers,
+            "local_rounds": self.local_rounds,
+            "pairings": self.pairings,
+            "each": self.each,
+            "effects": self.effects,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """The peers must be on their way to the same target."""
+        super().load_state_dict(state)
+        if state["target"] != self.target:
+            raise PolytempoError(
+                f"the peers were on their way to {state['target']} iterations, with the learning "
+                f"rates that belong to it, and not to {self.target}; leave --rounds as it was, or "
+                "start anew"
+            )
+        self.incarnations = state["incarnations"]
+        for client, saved in state["nodes"].items():
+            self.nodes[int(client)] = node = self._node(int(client))
+            node.load_state_dict(saved)
+        for client, saved in state["away"].items():
+            self.learners[int(client)].load_state_dict(saved)
+        self.strategy.models = [learner.params for learner in self.learners]
+        self.posts = {
+            int(number): Post(read(post["to"]), read(post["event"]))
+            for number, post in state["posts"].items()
+        }
+        self.training = {
+            int(client): Round(ticket, end, self.learners[int(client)].job(steps))
+            for client, (ticket, end, steps) in state["training"].items()
+        }
+        self.lost = set(state["lost"])
+        self.answers, self.pairings = state["answers"], state["pairings"]
+        self.local_rounds = state["local_rounds"]
+        self.each, self.effects = state["each"], state["effects"]
 
     # -- looking at it -------------------------------------------------------------------------
 
@@ -371,7 +466,9 @@ class PeerSimulator(Engine):
         everybody, common = range(self.federation.clients), self.strategy.common_test
         pairs = zip(clients, models, strict=True)
         found = self.backend.evaluate(
-            self._exam_of(client, model, list(everybody) if common else [client])
+            Exam(
+                model, tested := list(everybody) if common else [client], self._own(client, tested)
+            )
             for client, model in pairs
         )
         return [
@@ -383,9 +480,18 @@ class PeerSimulator(Engine):
             for scores in found
         ]
 
-    def _exam_of(self, client: int, model: Tensor, tested: list[int]) -> Exam:
-        own = self.learners[client].memory.get(PERSONAL)
-        return Exam(model, tested, None if own is None else [own] * len(tested))
+    def _exam_of(self, client: int, model: Tensor) -> Exam:
+        common = self.strategy.common_test
+        tested = list(range(self.federation.clients)) if common else [client]
+        own = [self.personal(client)] * len(tested) if self.space.personal else None
+        return Exam(model, tested, own)
+
+    def personal(self, client: int) -> Tensor:
+        return self.learners[client].memory[PERSONAL]
+
+    def _score_fusion(self, client: int, before: Tensor, after: Tensor) -> None:
+        old, new = self._score([client, client], [before, after])
+        self.effects[client].append((new.correct - old.correct) / new.total)
 
     def peers(self) -> list[dict[str, Any]]:
         """Each peer as it stands: its speed, how far it has come, how good it is, and the mean
@@ -404,66 +510,11 @@ class PeerSimulator(Engine):
             )
         ]
 
-    # -- checkpoints ---------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        return super().state_dict() | {
-            "target": self.learners[0].schedule.target,
-            "learners": [learner.state_dict() for learner in self.learners],
-            "machines": {str(c): _spell(_memory(each)) for c, each in self.machines.items()},
-            "posts": {str(number): _spell(post) for number, post in self.posts.items()},
-            "training": {str(client): ticket for client, ticket in self.training.items()},
-            "lost": sorted(self.lost),
-            **{name: getattr(self, name) for name in COUNTS},
-        }
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        target = self.learners[0].schedule.target
-        if state["target"] != target:
-            raise PolytempoError(
-                f"the peers were on their way to {state['target']} iterations, with the learning "
-                f"rates that belong to it, and not to {target}; leave --rounds as it was, or start "
-                "anew"
-            )
-        for client, (learner, saved) in enumerate(
-            zip(self.learners, state["learners"], strict=True)
-        ):
-            learner.load_state_dict(saved)
-            self.strategy.models[client] = learner.params
-        self.incarnations = state["incarnations"]
-        for client, memory in state["machines"].items():
-            self.machines[int(client)] = machine = self.machine(int(client))
-            vars(machine).update(_read(memory))
-        self.posts = {int(number): _read(post) for number, post in state["posts"].items()}
-        self.training = {int(client): ticket for client, ticket in state["training"].items()}
-        self.lost = set(state["lost"])
-        for name in COUNTS:
-            setattr(self, name, state[name])
-
 
 def _name(token: Token) -> str:
     return f"{token.peer}.{token.incarnation}.{token.ticket}"
 
 
-def _memory(machine: Peer) -> State:
-    """What a machine remembers: all but its options."""
-    return {key: value for key, value in vars(machine).items() if key != "decision"}
-
-
-def _spell(value: Any) -> Any:
-    """Phases, tokens, snapshots and the like as tables that name their kind."""
-    kind = type(value).__name__
-    if kind in _KINDS:
-        parts = getattr(value, "_asdict", lambda: vars(value))()
-        return {kind: {key: _spell(part) for key, part in parts.items()}}
-    if isinstance(value, dict):
-        return {"dict": {key: _spell(part) for key, part in value.items()}}
-    return [_spell(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, dict):
-        [(kind, parts)] = value.items()
-        return _KINDS.get(kind, dict)(**{key: _read(part) for key, part in parts.items()})
-    return [_read(part) for part in value] if isinstance(value, list) else value
+def _about(fusion: Fusion) -> tuple[str, int]:
+    """Its ticket and its partner."""
+    return _name(fusion.token), int(fusion.partner.peer)

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
+from polytempo.core.schedule import Steps
 from polytempo.core.strategy import STRATEGIES, Context, Kind, Refill, Strategy
 from polytempo.nodes.decision import DECISIONS, AtRandom, Decision
 from polytempo.nodes.fusion import FUSIONS, FusionRule, ProgressWeighted
@@ -30,10 +31,11 @@ class P2P(Strategy):
     `local_steps`: iterations of a local round. `target`: iterations of each peer in the whole run,
     which has as many rounds as that takes; None: what it takes for the run's rounds, shared
     equally. At each of the `milestones`, shares of the target, the learning rate is multiplied by
-    `gamma`. A peer that has reached its target takes part no more. `common_test`: every peer is
-    tested on the test samples of all (the paper), not only on its own; slower, and of use where all
-    hold data of one kind. `score_fusions`: test each model just before and just after a fusion too
-    (slow): what fusions do to whom.
+    `gamma`. A peer that has reached its target takes part no more, and discards what it received in
+    its last local round: nobody would train on the mixture. `common_test`: every peer is tested on
+    the test samples of all (the paper), not only on its own; slower, and of use where all hold data
+    of one kind. `score_fusions`: test each model just before and just after a fusion too (slow):
+    what fusions do to whom.
 
     A round is a local round of one peer, and a version a pairing. Slots have no meaning: all peers
     train all the time.
@@ -58,7 +60,7 @@ class P2P(Strategy):
     local_steps: Annotated[int, Field(ge=1)] = 5
     target: Annotated[int, Field(ge=1)] | None = None
     milestones: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.75)
-    gamma: Annotated[float, Field(gt=0)] = 0.1
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     common_test: bool = False
     score_fusions: bool = False
 
@@ -72,6 +74,11 @@ class P2P(Strategy):
     def rounds_of_run(self, given: int, clients: int) -> int:
         """Local rounds of all together: those given, or more if the target takes more."""
         return max(given, clients * ceil((self.target or 0) / self.local_steps))
+
+    def schedule(self, target: int) -> Steps:
+        """Of the learning rate, over the iterations of a peer."""
+        at = (max(1, round(part * target)) for part in self.milestones)
+        return Steps(at=tuple(at), gamma=self.gamma)
 
     def iterations(self, rounds: int) -> int:
         """The target of each peer in a run of so many local rounds of all together."""

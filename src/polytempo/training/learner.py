@@ -1,57 +1,40 @@
 """A learner that keeps its own model: what a peer trains between two fusions.
 
-A client of a server forgets everything between two dispatches. A peer does not: its weights, its
-momentum and its place in the schedule of batches go on through the whole run, and a fusion replaces
-the weights only. What a learner does next depends on these three, its data and its seed alone, so
-that one that was saved goes on as if nothing had happened, bit for bit.
+A client of a server forgets nearly everything between two dispatches. A peer does not: its weights,
+what it remembers (the moments of its optimiser, its own part of the model) and its place in the
+schedule go on through the whole run, and a fusion replaces the weights only. What a learner does
+next depends on these, its data and its seed alone, so that one that was saved goes on as if nothing
+had happened, bit for bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.errors import Diverged, PolytempoError
-from polytempo.core.registry import Options
 from polytempo.core.strategy import State
 from polytempo.core.task import Task
-from polytempo.training.jobs import PERSONAL, Exam, Job, Score
+from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome, Score
 from polytempo.training.solvers.autograd import Solver
 
 
-class Schedule(Options):
-    """How long a learner trains, and when its learning rate falls.
-
-    `target` iterations in all; at each of the `milestones`, shares of the target, the learning rate
-    is multiplied by `gamma`.
-    """
-
-    target: Annotated[int, Field(ge=1)]
-    milestones: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.75)
-    gamma: Annotated[float, Field(gt=0)] = 0.1
-
-    def factor(self, iteration: int) -> float:
-        """What the learning rate is multiplied by in that iteration, counted from 0."""
-        passed = sum(iteration >= round(part * self.target) for part in self.milestones)
-        return float(self.gamma**passed)
-
-
 class Learner:
-    """One peer's model and what it remembers: sessions of `task`, one after the other, with the
-    moments of the optimiser kept over rounds and fusions.
+    """The model of one peer, and what it remembers. A local round is a job like any other, which
+    may be carried out anywhere.
 
     `params` is the model: replaced by every round and fusion, never changed in place, so that
     whoever holds it holds a snapshot. `solver` may be shared by any number of learners.
     """
 
-    def __init__(self, solver: Solver, *, peer: int, task: Task, schedule: Schedule) -> None:
-        if not solver.federation.samples[peer]:
-            raise PolytempoError(f"peer {peer} has no sample to train on; give it data of its own")
-        self.solver, self.peer, self.schedule = solver, peer, schedule
+    def __init__(self, solver: Solver, client: int, task: Task) -> None:
+        if not solver.federation.samples[client]:
+            raise PolytempoError(
+                f"peer {client} has no sample to train on; give it data of its own"
+            )
+        self.solver, self.client = solver, client
         self.task = replace(task, keep_optimizer=True)
         self.params = solver.space.read()
         self.memory: dict[str, Tensor] = {}
@@ -59,44 +42,39 @@ class Learner:
             self.memory[PERSONAL] = solver.space.initial_personal
         self.iteration = 0
 
-    @property
-    def progress(self) -> float:
-        """The share of the target that is done."""
-        return self.iteration / self.schedule.target
+    def job(self, steps: int) -> Job:
+        """The next so many steps."""
+        return Job(
+            self.client,
+            self.params,
+            self.task,
+            ("peer", self.client),
+            first_step=self.iteration,
+            last_step=self.iteration + steps,
+            memory=self.memory,
+        )
 
-    @property
-    def finished(self) -> bool:
-        return self.iteration >= self.schedule.target
-
-    def steps(self, count: int) -> int:
-        """Train for so many iterations, or for those that are left; returns how many."""
-        count = max(0, min(count, self.schedule.target - self.iteration))
-        for _ in range(count):
-            rate = self.task.lr * self.schedule.factor(self.iteration)
-            job = Job(
-                self.peer,
-                self.params,
-                replace(self.task, lr=rate),
-                ("peer", self.peer),
-                first_step=self.iteration,
-                last_step=self.iteration + 1,
-                memory=self.memory,
-            )
-            [(self.params, _, self.memory)] = self.solver.carry_out([job])
-            self.iteration += 1
+    def take(self, outcome: Outcome, steps: int) -> None:
+        """The job of so many steps is done."""
+        self.params, self.memory = outcome.upload, outcome.memory
+        self.iteration += steps
         if not bool(torch.isfinite(self.params).all()):
             raise Diverged(
-                f"peer {self.peer}: its model is NaN or infinite after iteration {self.iteration}; "
-                "lower the learning rate"
+                f"peer {self.client}: its model is NaN or infinite after iteration "
+                f"{self.iteration}; lower the learning rate"
             )
-        return count
+
+    def steps(self, count: int) -> None:
+        """Train for so many steps, here and now."""
+        [outcome] = self.solver.carry_out([self.job(count)])
+        self.take(outcome, count)
 
     def fuse(self, params: Tensor) -> None:
         """Go on from other weights; memory and schedule stay."""
         if params.shape != self.params.shape:
             raise PolytempoError(
-                f"peer {self.peer} has a model of {len(self.params)} numbers and was given one of "
-                f"{params.numel()}; all peers must use the same model"
+                f"peer {self.client} has a model of {len(self.params)} numbers and was given one "
+                f"of {params.numel()}; all peers must use the same model"
             )
         self.params = params
 

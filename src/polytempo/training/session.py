@@ -179,7 +179,7 @@ class Session:
                         self.step = until
                     else:
                         self._moments = self._moments or task.optimizer.begin(theta)
-                        task.optimizer.step(theta, grad, self._moments, task.lr)
+                        task.optimizer.step(theta, grad, self._moments, task.rate(self.step))
                         if self.frozen is not None:  # decoupled weight decay has moved them
                             shared[self.frozen] = self.received[: len(shared)][self.frozen]
                         self.step += 1
@@ -194,7 +194,7 @@ class Session:
         own = slice(layout.parameters, layout.trainable)
         if layout.personal:
             self._moments = self._moments or optimizer.begin(theta[own])
-            optimizer.step(theta[own], grad[own], self._moments, self.task.lr)
+            optimizer.step(theta[own], grad[own], self._moments, self.task.rate(self.step))
 
     def _samples(self) -> tuple[Tensor, Tensor]:
         """The client's training samples, ready for the model if they are not too many."""

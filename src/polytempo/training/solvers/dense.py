@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Plain, is_known
 from polytempo.core.optimizer import Adam, AdamW, Moments, Sgd
+from polytempo.core.schedule import Constant
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.training.jobs import Job
@@ -104,6 +105,7 @@ class DenseSolver(AutogradSolver):
             and type(task.optimizer) in (Sgd, Adam, AdamW)
             and (type(task.objective) is Plain or not self.space.personal)
             and (task.upload != "gradient" or not self.space.personal)
+            and type(task.schedule) is Constant
             and not (task.keep_optimizer or job.swaps)
         )
 
