@@ -121,13 +121,13 @@ def test_names_must_fit_into_keys(name):
         check_name("peer", name)
 
 
-def test_bad_messages_over_the_network_do_no_harm(place, vector):
+def test_bad_messages_over_the_network_do_no_harm(place, vector, end_round):
     """Anything that fits through the line may come; the owner stays pending, and then pairs."""
     import zenoh
 
     ann, eve, bob = place.enter("ann"), place.enter("eve", "never"), place.enter("bob")
-    ann.boundary(Snapshot(vector(1), 0.5, 1))
-    wait_until(lambda: "ann" in bob.peer.hints and len(eve.present) == 2)
+    end_round(ann, vector(1))
+    wait_until(lambda: "ann" in bob.node.pairing.hints and len(eve.present) == 2)
     wire, said = place.wire(), []
     for kind in ("claim", "exchange"):
         for head in BAD_HEADERS.values():
@@ -154,11 +154,11 @@ def test_bad_messages_over_the_network_do_no_harm(place, vector):
     )
     said += [reply.err for reply in replies]
     assert len(said) == 2 * len(BAD_HEADERS) + len(BAD_WEIGHTS) + 2 and all(said)
-    assert ann.peer.phase == Pending(Token("ann", 1, 1))
-    assert ann.take_fusions() == []
-    bob.boundary(Snapshot(vector(2), 0.5, 1))
-    wait_until(lambda: ann.peer.model_messages == bob.peer.model_messages == 1)
-    wait_until(lambda: len(ann.take_fusions()) == 1)
+    assert ann.node.phase == Pending(Token("ann", 1, 1))
+    assert ann.node.inbox == []
+    end_round(bob, vector(2))
+    wait_until(lambda: ann.node.counts.models == bob.node.counts.models == 1)
+    wait_until(lambda: len(ann.node.inbox) == 1)
 
 
 def test_a_token_of_a_foreign_name_does_no_harm(place):
@@ -167,4 +167,4 @@ def test_a_token_of_a_foreign_name_does_no_harm(place):
     foreign = eve._session.liveliness().declare_token("polytempo/test/ticket/eve/one/two/three")
     wait_until(lambda: any(event == "refused" for event, _ in ann.events))
     foreign.undeclare()
-    assert ann.peer.hints == {}
+    assert ann.node.pairing.hints == {}
