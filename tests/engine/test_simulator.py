@@ -446,8 +446,8 @@ def test_an_anchor_takes_as_long_to_download_as_a_model(small):
 class Anchored(Scripted):
     """Sends an anchor of its own with every model."""
 
-    def anchor_for(self, client):
-        return torch.full_like(self.model_for(client), float(type(self).seen))
+    def vectors_for(self, client):
+        return {"anchor": torch.full_like(self.model_for(client), float(type(self).seen))}
 
 
 def test_a_multicast_brings_its_own_anchor(small):

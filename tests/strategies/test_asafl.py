@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dispatching import dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,9 @@ def ready(strategy, initial=INITIAL, task=TASK) -> ASAFL:
 
 def fold(strategy, theta, tau=0):
     """The model after the arrival of theta."""
-    update = Update(0, 0, torch.as_tensor(theta, dtype=strategy.model_for(0).dtype), 10)
+    dispatch(strategy, 100 + strategy.models.version)  # somebody holds every version
+    vector = torch.as_tensor(theta, dtype=strategy.model_for(0).dtype)
+    update = Update(0, 0, vector, 10, asked=strategy.context.task)
     assert strategy.fold(update, Staleness(rounds=99, versions=tau)) is True
     return strategy.model_for(0)
 
