@@ -95,7 +95,9 @@ def test_peers_are_listed_with_their_options(polytempo):
     assert found["parameters"]["local_steps"] == 5
 
 
-@pytest.mark.parametrize("settings", [{"refill": "idle"}, {"diagnose": 5}])
+@pytest.mark.parametrize(
+    "settings", [{"refill": "idle"}, {"diagnose": 5}, {"lr_schedule": "exponential"}]
+)
 def test_what_is_about_a_server_is_refused(settings):
     fed = Federation.load("digits", clients=4, limit=200, partition="iid")
     with pytest.raises(PolytempoError, match=f"{next(iter(settings))} .* p2p has no server"):

@@ -125,6 +125,6 @@ def test_through_the_server_only_the_models_in_use_are_kept():
         training |= {action.client: action for action in server.receive(update)}
         assert server.version == strategy.models.version == step + 1
         assert len(strategy.models) <= 4
-        for c, dispatch in training.items():
-            tau = server.staleness(c, dispatch.number).versions
-            assert strategy.models.ago(tau) is dispatch.params
+        for c, sent in training.items():
+            tau = server.staleness(c, sent.number).versions
+            assert strategy.models.ago(tau) is sent.params

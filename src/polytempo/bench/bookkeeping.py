@@ -34,7 +34,7 @@ CHUNK = 200  # arrivals that are timed together
 
 
 def measure_bookkeeping(clients: int, slots: int, arrivals: int) -> dict[str, Any]:
-    """Microseconds of CPU time per arrival (median over chunks of arrivals), and the peak memory."""
+    """Microseconds of CPU per arrival (median over chunks of arrivals), and the peak memory."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(_measure, clients, slots, arrivals).result()
