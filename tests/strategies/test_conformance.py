@@ -201,9 +201,6 @@ def bits(value):
 
 
 EAGER = {"port": "port:bound=1,buffer_size=1", "pace": "pace:omega=0.5"}  # they do hurry clients
-    "port": "port:bound=1,buffer_size=1",
-    "pace": "pace:omega=0.5",
-}  # they hurry, and multicast
 
 
 def test_queries_are_pure(name):
