@@ -118,6 +118,7 @@ def test_scale_runs_the_command_in_a_process_of_its_own(monkeypatch):
 
 def test_the_command_prints_tables_and_writes_json(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "SIZES", ((10, 500),))
+    monkeypatch.setattr(suite, "BOOKS", ((50, 5, 30),))
     monkeypatch.setattr(suite, "CLIENTS", (20,))
     monkeypatch.setattr(suite, "measure_scale", functools.partial(measure_scale, rounds=3))
     file = tmp_path / "bench.json"
@@ -126,6 +127,10 @@ def test_the_command_prints_tables_and_writes_json(monkeypatch, tmp_path):
     assert "10 x 500" in done.output and "GFLOP/s" in done.output and "MB" in done.output
     found = json.loads(file.read_text())
     assert [row["clients"] for row in found["server"] + found["scale"]] == [10, 20]
+    [books] = found["bookkeeping"]
+    assert (books["clients"], books["slots"], books["arrivals"]) == (50, 5, 30)
+    assert 0 < books["arrival_us"] <= books["slowest_us"] and books["peak_mb"] >= 0
+    assert "50 clients, 5 slots" in done.output
     assert found["training"] == [] and found["machine"]["gemm_gflops"] > 0
 
 

@@ -146,7 +146,7 @@ def test_first_in_first_out_makes_everybody_stale_by_slots_minus_one(slots):
     assert rounds[slots:] == [slots - 1] * (40 - slots)
 
 
-def test_in_flight_is_told_in_order_of_ids_by_what_was_sent_last():
+def test_in_flight_is_told_most_stale_first_by_what_was_sent_last():
     server, sent = begin(4, refill="same")
     server.strategy.pushes = {2}
     server.receive(answer(sent[3]))  # client 2 is refreshed in round 1, client 3 answered in it
@@ -154,12 +154,93 @@ def test_in_flight_is_told_in_order_of_ids_by_what_was_sent_last():
     # told before anything is sent: client 0 has just reported and is not among them
     told = [(flight.client, flight.staleness.rounds) for flight in server.strategy.in_flight]
     assert told == [(1, 2), (2, 1), (3, 1)]
-    assert [(f.client, f.staleness.rounds) for f in server.in_flight()] == [
-        (0, 0),
-        (1, 2),
-        (2, 1),
-        (3, 1),
+    now = server.in_flight()
+    assert [(f.client, f.staleness.rounds) for f in now] == [*told, (0, 0)]
+    assert [f.client for f in now] == [1, 2, 3, 0] and len(now) == 4  # as often as one likes
+
+
+class Witness(Probe):
+    """Writes down what it is told, in order, and how many clients in training it was shown."""
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self.told: list[tuple] = []
+
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        self.told.append(("fold", update.client))
+        return super().fold(update, staleness)
+
+    def training(self, in_flight) -> None:
+        self.told.append(("training", [flight.client for flight in in_flight]))
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self.told.append(("dispatched", dispatch.client, dispatch.number, dispatch.preempt))
+
+
+def test_a_strategy_is_told_of_every_dispatch_and_of_who_trains_before_the_refill():
+    server = Server(Witness(), context(3), refill="same")
+    sent = {action.client: action for action in server.join(range(3))}
+    told = server.strategy.told
+    assert told == [("dispatched", new.client, new.number, False) for new in sent.values()]
+    told.clear()
+    server.strategy.pushes = {1}
+    server.receive(answer(sent[0]))
+    waiting = [client for client in sent if client]  # as they were sent their models
+    assert told == [
+        ("fold", 0),
+        ("training", waiting),
+        ("dispatched", 1, 3, True),
+        ("dispatched", 0, 4, False),
     ]
+    told.clear()
+    server.lost(2)
+    server.leave(1)
+    assert told == [
+        ("training", [1, 0]),  # 1 was sent a multicast before 0 was answered
+        ("dispatched", 2, 5, False),
+        ("training", [0, 2]),
+    ]
+
+
+def test_an_update_is_held_to_the_task_of_its_dispatch_not_of_now():
+    class Changing(Probe):
+        """Asks for a basis from the second update on."""
+
+        def task(self, client: int) -> Task:
+            return Task(basis=2 if self.folded else 0)
+
+    server, sent = begin(2, Changing(), refill="same")
+    [asked] = server.receive(answer(sent[0]))
+    server.receive(answer(sent[1]))  # was not asked for one, though it would be now
+    with pytest.raises(Refused, match=r"expected \['basis'\]"):
+        server.receive(answer(asked))
+    server.receive(answer(asked, extras={"basis": torch.eye(2, SIZE)}))
+
+
+def test_the_work_of_an_arrival_does_not_grow_with_the_slots():
+    """Counted, not timed: who is in training is looked at only as far as a strategy looks, and
+    what the server remembers does not grow with the dispatches."""
+
+    class First(Probe):
+        def training(self, in_flight) -> None:
+            assert len(in_flight) == 99
+            next(iter(in_flight))
+
+    looks = []
+    server, sent = begin(120, First(), slots=100)
+    whole = server._age
+    server._age = lambda sent: looks.append(sent) or whole(sent)
+    waiting, sizes = deque(sent.values()), set()
+    for _ in range(300):
+        looks.clear()
+        server.strategy.refresh = server.strategy.urgent = lambda in_flight: ()
+        [new] = server.receive(answer(waiting.popleft()))
+        assert len(looks) == 2  # the update's own age, and that of the first
+        waiting.append(new)
+        state = server.state_dict()
+        sizes.add(sum(len(value) for key, value in state.items() if isinstance(value, list)))
+    assert len(sizes) == 1
+    assert server.idle == server.members - server.open.keys() and len(server.idle) == 20
 
 
 def test_a_lost_update_changes_neither_round_nor_version():
@@ -457,9 +538,9 @@ BAD = {
     ),
     "of another client": (
         lambda sent, other, **_: Update(sent.client, other.number, torch.ones(4), 9),
-        "which went to client",
+        "is not open: .*another client",
     ),
-    "twice": (lambda old, **_: answer(old), "closed"),
+    "twice": (lambda old, **_: answer(old), "is not open: this update came twice"),
     "no samples": (lambda sent, **_: answer(sent, samples=0), "claims 0 samples"),
     "negative samples": (lambda sent, **_: answer(sent, samples=-3), "claims -3 samples"),
 }
@@ -525,13 +606,13 @@ def test_what_is_not_refused_is_not_too_large_to_compute_with(strategy, dtype):
 def test_an_update_that_comes_after_it_was_given_up_is_refused():
     server, sent = begin(2, refill="same")
     server.lost(0)
-    with pytest.raises(Refused, match=f"dispatch {sent[0].number}, which is closed"):
+    with pytest.raises(Refused, match=f"dispatch {sent[0].number}, which is not open"):
         server.receive(answer(sent[0]))
     server.leave(1)
     with pytest.raises(Refused, match=r"client 1 .*must join first"):
         server.receive(answer(sent[1]))
     [again] = server.join([1])
-    with pytest.raises(Refused, match="closed"):
+    with pytest.raises(Refused, match="is not open: this update came twice"):
         server.receive(answer(sent[1]))
     server.receive(answer(again))
     assert server.round == 1
@@ -560,7 +641,7 @@ def test_staleness_counts_from_the_dispatch_that_is_answered_and_both_are_closed
     [reply] = server.receive(answer(answered))
     assert server.strategy.seen[-1] == (2, answered.number, Staleness(rounds, rounds))
     for closed in (left, answered):
-        with pytest.raises(Refused, match=f"dispatch {closed.number}, which is closed"):
+        with pytest.raises(Refused, match=f"dispatch {closed.number}, which is not open"):
             server.receive(answer(closed))
     server.receive(answer(reply))
     assert server.strategy.seen[-1] == (2, reply.number, Staleness(0, 0))
@@ -773,7 +854,7 @@ class Whatever(RuleBasedStateMachine):
         found = {client: [o.number for o in sent] for client, sent in self.server.open.items()}
         assert found == self.training
         for sent in self.server.open.values():
-            for number, at_round, at_version in sent:
+            for number, at_round, at_version, _ in sent:
                 assert self.sent[number][1:] == (at_round, at_version)
         assert (self.server.round, self.server.version) == (self.round, self.version)
         assert len(self.server.strategy.cohorts) == self.closes

@@ -14,6 +14,7 @@ from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Upd
 from polytempo.core.errors import Diverged
 from polytempo.core.events import Multicast, as_dict
 from polytempo.core.optimizer import Sgd
+from polytempo.core.schedule import SCHEDULES
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
@@ -448,8 +449,8 @@ def test_an_anchor_takes_as_long_to_download_as_a_model(small):
 class Anchored(Scripted):
     """Sends an anchor of its own with every model."""
 
-    def anchor_for(self, client):
-        return torch.full_like(self.model_for(client), float(type(self).seen))
+    def vectors_for(self, client):
+        return {"anchor": torch.full_like(self.model_for(client), float(type(self).seen))}
 
 
 def test_a_multicast_brings_its_own_anchor(small):
@@ -463,6 +464,70 @@ def test_a_multicast_brings_its_own_anchor(small):
     assert job.first_step > 0
     assert set(job.anchor.tolist()) == {1.0}
     assert set(recorder.jobs[0].anchor.tolist()) == {0.0}
+
+
+def test_a_multicast_brings_the_learning_rate_of_its_own_dispatch(small):
+    recorder = Recorder(small)
+    kind = type("Script", (Scripted,), {"multicast_after": {1: [1]}, "seen": 0})
+    schedule = SCHEDULES.create("exponential:gamma=0.5,every=1")
+    devices = fixed(3, 20, 100, 100, 100, 100, 100, 100)
+    given = {"slots": 8, "backend": recorder, "schedule": schedule}
+    simulator, _ = make(small, kind(rho=0.5), devices=devices, **given)
+    simulator.run(7)  # client 0 six times, then client 1
+    assert [job.client for job in recorder.jobs] == [0] * 6 + [1]
+    rates = [job.task.lr / TASK.lr for job in recorder.jobs]
+    assert rates == pytest.approx([*(0.5**k for k in range(6)), 0.5])
+
+
+class Averaged(FedAsync):
+    """Trains one model and serves another: its moving average."""
+
+    state: ClassVar[tuple[str, ...]] = (*FedAsync.state, "mean")
+
+    def setup(self, context):
+        super().setup(context)
+        self.mean = context.initial
+
+    def fold(self, update, staleness):
+        changed = super().fold(update, staleness)
+        self.mean = torch.lerp(self.mean, self.model_for(0), 0.1)
+        return changed
+
+    def serve(self, client):
+        return self.mean
+
+
+def test_what_is_evaluated_and_adapted_is_what_is_served(small):
+    """The training is that of a strategy that serves what it trains."""
+    plain, log = make(small, FedAsync(rho=0.1), eval_every=10, adapt_epochs=1)
+    other, events = make(small, Averaged(rho=0.1), eval_every=10, adapt_epochs=1)
+    plain.run(40)
+    other.run(40)
+    assert torch.equal(plain.strategy.model_for(0), other.strategy.model_for(0))
+    uploads, others = of_kind(log, "upload"), of_kind(events, "upload")
+    assert [(e["time"], e["client"]) for e in uploads] == [(e["time"], e["client"]) for e in others]
+    [scores] = other.backend.evaluate([(other.strategy.mean, range(8))])
+    correct = sum(score.correct / score.total for score in scores) / 8
+    assert other.history[-1]["accuracy"] == pytest.approx(correct)
+    [trained] = other.backend.evaluate([(other.strategy.model_for(0), range(8))])
+    assert [s.loss for s in trained] != [s.loss for s in scores]
+    assert other.history[-1]["loss"] != plain.history[-1]["loss"]
+    assert other.history[-1]["accuracy_adapted"] is not None
+    jobs = []
+    train = other.backend.train
+    other.backend.train = lambda job: jobs.append(job) or train(job)
+    other.adapted()
+    assert all(job.params is other.strategy.mean for job in jobs) and len(jobs) == 8
+
+
+def test_adaptation_keeps_the_learning_rate_that_was_set(small):
+    schedule = SCHEDULES.create("exponential:gamma=0.5,every=1")
+    simulator, _ = make(small, FedAsync(), schedule=schedule, adapt_epochs=1)
+    jobs = []
+    train = simulator.backend.train
+    simulator.backend.train = lambda job: jobs.append(job) or train(job)
+    simulator.run(5)
+    assert len(jobs) == 8 and {job.task.lr for job in jobs} == {TASK.lr}
 
 
 @pytest.mark.parametrize(

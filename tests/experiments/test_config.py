@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "steps": 3,
     "batch_size": 8,
     "lr": 0.5,
+    "lr_schedule": "steps:at=[40,60],gamma=0.5",
     "momentum": 0.1,
     "weight_decay": 0.01,
     "eval_every": 4,

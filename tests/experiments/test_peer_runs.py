@@ -95,7 +95,9 @@ def test_peers_are_listed_with_their_options(polytempo):
     assert found["parameters"]["local_steps"] == 5
 
 
-@pytest.mark.parametrize("settings", [{"refill": "idle"}, {"diagnose": 5}])
+@pytest.mark.parametrize(
+    "settings", [{"refill": "idle"}, {"diagnose": 5}, {"lr_schedule": "exponential"}]
+)
 def test_what_is_about_a_server_is_refused(settings):
     fed = Federation.load("digits", clients=4, limit=200, partition="iid")
     with pytest.raises(PolytempoError, match=f"{next(iter(settings))} .* p2p has no server"):
@@ -125,7 +127,9 @@ def test_table_1_gives_all_methods_one_budget_and_as_many_iterations():
         assert settings["fedavg"].steps * cohorts == target
         for row in ("fedavg", "fedsgd"):
             assert settings[row].rounds >= cohorts * clients
-            assert settings[row].strategy_table["milestones"] == [cohorts // 2, cohorts * 3 // 4]
+            schedule = settings[row].make("lr_schedule")
+            assert schedule.at == (cohorts // 2 * clients, cohorts * 3 // 4 * clients)
+            assert schedule.gamma == 0.1
         # the paper's 250,000 iterations and its budget, 125 times smaller
         assert budget * 125 == int(column.rpartition("-")[2].removesuffix("k")) * 1000
 

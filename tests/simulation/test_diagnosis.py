@@ -11,10 +11,12 @@ from polytempo.core.events import Dispatch, Upload
 from polytempo.core.layout import Layout
 from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
+from polytempo.core.schedule import SCHEDULES
 from polytempo.core.task import Task
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.diagnosis import Diagnosis
+from polytempo.simulation.dropout import Drop
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
 from polytempo.training import Backend, Outcome, Score
@@ -195,3 +197,41 @@ def test_the_run_is_not_touched_and_can_be_resumed(name, tmp_path):
 def test_a_model_for_each_client_cannot_be_diagnosed():
     with pytest.raises(PolytempoError, match=r"--diagnose needs .* one model.*pace"):
         simulator("pace")
+
+
+@pytest.mark.parametrize("name", ["port", "fedac", "asafl", "ace", "delay-adaptive-asgd"])
+def test_shadows_are_told_what_the_strategy_is_told(name):
+    """Losses and clients that leave included: they hold what it holds, and wait for whom it waits
+    for."""
+    run = simulator(name, slots=4, refill="idle", dropout=Drop(probability=0.3))
+    run.run(40)
+    assert run.messages["dispatch"] > 50  # some were lost
+    run.server.leave(next(iter(run.server.open)))
+    diagnosis = run.diagnosis
+    for shadow in diagnosis.shadows:
+        for key in ("models", "controls"):
+            if hasattr(shadow, key):
+                ours, theirs = getattr(run.strategy, key), getattr(shadow, key)
+                assert theirs.version == ours.version
+                assert theirs.state_dict()["held"] == ours.state_dict()["held"]
+                assert len(theirs) == len(ours) <= 5
+        for key in ("awaited", "started", "concurrency", "late", "asked"):
+            if hasattr(shadow, key):
+                assert getattr(shadow, key) == getattr(run.strategy, key)
+    assert set(diagnosis.anchors) == set(run.server.open)
+
+
+def test_a_schedule_changes_where_a_gradient_leads():
+    """A step is as long as the rate that its client was sent, not as that of now."""
+    options = {
+        "steps": 1,
+        "slots": 3,
+        "schedule": SCHEDULES.create("exponential:gamma=0.9,every=1"),
+    }
+    run = simulator("fedasync:alpha=0.5,a=0", **options)
+    uploads = []
+    run.observers.append(lambda event: uploads.append(event) if event["event"] == "upload" else 0)
+    run.run(30)
+    sent = [event["round"] - 1 - event["staleness"] for event in uploads]
+    steps = [row["step"] for row in run.diagnosis.rows]
+    assert steps == pytest.approx([0.5 * RATE * 0.9**number for number in sent])

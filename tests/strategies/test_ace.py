@@ -1,5 +1,7 @@
 """ACE and ACED, direct, incremental and in 8 bits, against their formulas."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -115,9 +117,9 @@ def test_incremental_equals_direct_over_a_thousand_arrivals(simulated):
 def test_incremental_clients_upload_the_difference():
     strategy = ready(ACEIncremental(server_lr=1.0), clients=1)
     fold(strategy, 0, 1.0, 2.0, 3.0)
-    assert strategy.anchor_for(0).tolist() == [-1.0, -2.0, -3.0]
+    assert strategy.vectors_for(0)["anchor"].tolist() == [-1.0, -2.0, -3.0]
     assert moves(strategy, (0, 0.5, 0.0, -3.0)) == [[-1.5, -2.0, 0.0]]
-    assert strategy.anchor_for(0).tolist() == [-1.5, -2.0, 0.0]
+    assert strategy.vectors_for(0)["anchor"].tolist() == [-1.5, -2.0, 0.0]
     assert strategy.task(0).upload == "gradient" and strategy.task(0).objective.kind == "drift"
     with pytest.raises(PolytempoError, match="local_steps=2"):
         STRATEGIES.create("ace-incremental:local_steps=2")
@@ -272,8 +274,10 @@ def test_one_gradient_or_the_way_of_some_plain_steps(name):
     assert (task.upload, task.steps, task.momentum, task.weight_decay) == ("delta", 3, 0.0, 0.01)
     vector = torch.tensor([3.0, 0.0, -6.0], dtype=torch.float64)
     assert one.gradient(Update(0, 0, vector, 10)) is vector
-    found = some.gradient(Update(0, 0, vector, 10))
-    np.testing.assert_allclose(found, [-100.0, 0.0, 200.0])  # divided by -0.03
+    sent = replace(task, lr=0.006)  # later in a schedule: the rate that was sent counts
+    for asked, scale in ((task, 1.0), (sent, 5.0)):
+        found = some.gradient(Update(0, 0, vector, 10, asked=asked))
+        np.testing.assert_allclose(found, scale * np.array([-100.0, 0.0, 200.0]))  # by -0.03
 
 
 @pytest.mark.parametrize(("plain", "small"), [(ACE, ACE8bit), (ACED, ACED8bit)])

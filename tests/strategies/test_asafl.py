@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dispatching import dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,9 @@ def ready(strategy, initial=INITIAL, task=TASK) -> ASAFL:
 
 def fold(strategy, theta, tau=0):
     """The model after the arrival of theta."""
-    update = Update(0, 0, torch.as_tensor(theta, dtype=strategy.model_for(0).dtype), 10)
+    dispatch(strategy, 100 + strategy.models.version)  # somebody holds every version
+    vector = torch.as_tensor(theta, dtype=strategy.model_for(0).dtype)
+    update = Update(0, 0, vector, 10, asked=strategy.context.task)
     assert strategy.fold(update, Staleness(rounds=99, versions=tau)) is True
     return strategy.model_for(0)
 
@@ -122,6 +125,6 @@ def test_through_the_server_only_the_models_in_use_are_kept():
         training |= {action.client: action for action in server.receive(update)}
         assert server.version == strategy.models.version == step + 1
         assert len(strategy.models) <= 4
-        for c, dispatch in training.items():
-            tau = server.staleness(c, dispatch.number).versions
-            assert strategy.models.ago(tau) is dispatch.params
+        for c, sent in training.items():
+            tau = server.staleness(c, sent.number).versions
+            assert strategy.models.ago(tau) is sent.params

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from dispatching import dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,13 +157,13 @@ def test_the_budget_is_never_exceeded_and_references_are_right(budget, arrivals)
 def test_models_are_buffered_for_those_that_started_at_about_the_same_time():
     casa = ready(clients=4)
     for client in range(4):
-        casa.anchor_for(client)
+        dispatch(casa, client)
     casa.t = 3  # three arrivals later
-    casa.anchor_for(1)
+    dispatch(casa, 1)
     casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(3, 3))
     assert [casa.buffer.authors(client).tolist() for client in range(4)] == [[], [0], [0], [0]]
     casa.t = 9
-    casa.anchor_for(1)  # tau_1 = 0; clients 2 and 3 started 9 ago, which is r_c = 4 or more earlier
+    dispatch(casa, 1)  # tau_1 = 0; clients 2 and 3 started 9 ago, which is r_c = 4 or more earlier
     casa.fold(Update(1, 0, torch.randn(D), 10), Staleness(0, 0))
     assert [casa.buffer.authors(client).tolist() for client in range(4)] == [[1], [], [0], [0]]
 
@@ -171,9 +172,9 @@ def test_models_are_buffered_for_those_that_started_at_about_the_same_time():
 def test_the_limit_itself_is_too_long_before(earlier, buffered):
     """Four clients and no fading: r_c = 4. Client 1 started that many arrivals before client 0."""
     casa = ready(clients=4, k=0.0)
-    casa.anchor_for(1)
+    dispatch(casa, 1)
     casa.t = earlier
-    casa.anchor_for(0)
+    dispatch(casa, 0)
     casa.t = earlier + 2  # two others came meanwhile
     casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(2, 2))
     assert casa.buffer.authors(1).tolist() == ([0] if buffered else [])
@@ -182,10 +183,10 @@ def test_the_limit_itself_is_too_long_before(earlier, buffered):
 def test_a_split_empties_buffers_of_what_comes_from_other_parts_and_precedes_storing():
     """Client 1 started 4 before the others: usual among six, too long among three."""
     casa = ready(clients=6, k=0.0)
-    casa.anchor_for(1)
+    dispatch(casa, 1)
     casa.t = 4
     for client in (0, 2, 3, 4, 5):
-        casa.anchor_for(client)
+        dispatch(casa, client)
     casa.store(0, unit(0), 0)
     casa.store(5, unit(1), 0)
     casa.alike = np.kron(np.eye(2), np.full((3, 3), 0.9))
@@ -328,11 +329,11 @@ def test_staleness_by_cluster_counts_what_the_own_cluster_has_folded():
     for clock, expected in (("rounds", [0, 3, 0, 3]), ("cluster", [0, 3, 0, 2])):
         casa = ready(clients=4, clock=clock)
         for client in range(4):
-            casa.anchor_for(client)
+            dispatch(casa, client)
         for client in (0, 2):
             casa.fold(Update(client, 0, unit(client), 10), Staleness(client // 2, 0))
         casa.split(0, np.array([0, 0, 1, 1]))
-        casa.anchor_for(0)
+        dispatch(casa, 0)
         casa.fold(Update(0, 1, unit(0), 10), Staleness(0, 0))
         casa.t += 1  # the next arrival
         assert casa.staleness().tolist() == expected
@@ -347,7 +348,7 @@ def test_the_clock_matters_only_where_there_are_clusters(clock):
     were others'."""
     casa = ready(clients=8, clock=clock)
     for client in range(8):
-        casa.anchor_for(client)
+        dispatch(casa, client)
     for client in (0, 1, 2, 4, 5, 6):  # three of each half
         casa.fold(Update(client, 0, casa.model_for(client), 10), Staleness(casa.t, casa.t))
     weights = []
@@ -369,7 +370,7 @@ def test_similarities_are_the_cosines_of_what_was_compared():
     casa = ready(clients=3)
     first, second = torch.randn(D), torch.randn(D)
     for client in range(3):
-        casa.anchor_for(client)
+        dispatch(casa, client)
     start = casa.model_for(0)
     casa.fold(Update(0, 0, start + first, 10), Staleness(0, 0))
     casa.fold(Update(1, 0, start + second, 10), Staleness(1, 1))
@@ -385,7 +386,7 @@ def test_what_is_compared_is_for_the_reference_to_say(reference):
     initial = casa.context.initial
     casa.models[0] = 2 * unit(5)  # what both are handed
     for client in (0, 1):
-        casa.anchor_for(client)
+        dispatch(casa, client)
     models = [torch.randn(D), torch.randn(D)]
     for client in (0, 1):
         casa.fold(Update(client, 0, models[client], 10), Staleness(client, client))
@@ -401,7 +402,7 @@ def test_large_clients_count_more_in_what_represents_a_cluster():
     casa = ready(samples=[10, 90, 10, 10])
     casa.cluster[:] = [0, 0, 1, -1]
     casa.models, casa.revisions, casa.folded = [casa.models[0]] * 2, [0, 0], [0, 0]
-    casa.anchor_for(3)
+    dispatch(casa, 3)
     for client, vector in enumerate([unit(0), unit(1), 0.55 * unit(2) + 0.84 * unit(3)]):
         casa.store(client, vector, 0)
     casa.fold(Update(3, 0, casa.model_for(3) + unit(0) + unit(2), 10), Staleness(0, 0))
@@ -448,7 +449,7 @@ def test_a_representative_is_the_sample_weighted_mean():
 def test_what_is_lost_leaves_nothing_behind():
     casa = ready(clients=3)
     for client in range(3):
-        casa.anchor_for(client)
+        dispatch(casa, client)
     casa.fold(Update(0, 0, torch.randn(D), 10), Staleness(0, 0))
     assert casa.buffer.authors(2).tolist() == [0]
     casa.lost(2)
@@ -495,7 +496,7 @@ def test_who_has_left_does_not_hold_up_a_split(compared):
         casa.cut(0)
         assert set(casa.clusters().tolist()) == {0}  # it may still come
     casa.cluster[6] = -1
-    casa.anchor_for(6)
+    dispatch(casa, 6)
     casa.store(0, unit(0), 0)
     casa.store(5, unit(1), 0)
     casa.left(0)

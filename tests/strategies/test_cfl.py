@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from dispatching import dispatch
 
 from polytempo import Context, Staleness, Task, Update
 from polytempo.strategies import CFL, ICFL, CFLAsync, ICFLAsync
@@ -25,14 +26,14 @@ def ready(strategy, clients=8, samples=None):
 
 
 def upload(strategy, client, change):
-    strategy.anchor_for(client)
+    dispatch(strategy, client)
     start = strategy.model_for(client)
     strategy.fold(Update(client, 0, start + change, 10), Staleness(0, 0))
 
 
 def cohort(strategy, changes):
     for client in changes:
-        strategy.anchor_for(client)
+        dispatch(strategy, client)
     starts = {client: strategy.model_for(client) for client in changes}
     for client, change in changes.items():
         strategy.fold(Update(client, 0, starts[client] + change, 10), Staleness(0, 0))
@@ -156,7 +157,7 @@ def test_on_arrival_the_last_update_of_each_client_counts():
 def test_what_a_client_received_is_forgotten_with_what_it_trained(kind):
     strategy = ready(kind())
     for client in range(3):
-        strategy.anchor_for(client)
+        dispatch(strategy, client)
     strategy.lost(0)
     strategy.left(1)
     strategy.left(5)  # it was not in training
@@ -213,7 +214,7 @@ def test_a_newcomers_revision_changes_as_soon_as_its_model_does():
     cohort(strategy, {0: unit(0), 1: unit(1)})
     strategy.cluster[:] = [0, 1, -1]
     strategy.models, strategy.revisions = [unit(0), unit(1)], [1, strategy.changes]
-    strategy.anchor_for(2)
+    dispatch(strategy, 2)
     model, revision = strategy.model_for(2), strategy.revision(2)
     strategy.fold(Update(2, 0, model + unit(1), 10), Staleness(0, 0))
     assert strategy.clusters()[2] == 1 and not torch.equal(strategy.model_for(2), model)

@@ -51,7 +51,8 @@ def answer(server, training, step):
     update = Update(client, dispatch.number, base + 0.1 * noise, SAMPLES[client], extras)
     actions = server.receive(update)
     for action in actions:
-        training[action.client] = action
+        if isinstance(action, Dispatch):
+            training[action.client] = action
     return actions
 
 
@@ -189,6 +190,62 @@ def test_similarities_are_symmetric_cosines(name):
         known = alike[~np.isnan(alike)]
         assert (np.abs(known) <= 1).all()
         assert len(known) > len(SAMPLES) or name == "casa-c"  # more than the diagonal
+
+
+def bits(value):
+    """A copy of whatever a strategy holds, to be compared bit for bit."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return str(value.dtype), tuple(value.shape), np.asarray(value).tobytes()
+    if isinstance(value, dict):
+        return [(key, bits(part)) for key, part in value.items()]
+    return [bits(part) for part in value] if isinstance(value, list | tuple) else repr(value)
+
+
+EAGER = {"port": "port:bound=1,buffer_size=1", "pace": "pace:omega=0.5"}  # they do hurry clients
+
+
+def test_queries_are_pure(name):
+    """Asked once, often or never: nothing changes, and the answers are the same."""
+    server, training = server_for(STRATEGIES.create(EAGER.get(name, name)))
+    strategy, said = server.strategy, set()
+
+    def ask():
+        in_flight = server.in_flight()
+        clients = range(len(SAMPLES))
+        each = ("model_for", "serve", "reply_to", "task", "vectors_for", "revision")
+        found = {query: [getattr(strategy, query)(client) for client in clients] for query in each}
+        for query in ("refresh", "urgent"):
+            found[query] = list(getattr(strategy, query)(in_flight))
+        for query in ("collaboration", "clusters", "similarity"):
+            found[query] = getattr(strategy, query)()
+        return found
+
+    for step in range(30):
+        before = bits(strategy.state_dict())
+        first = ask()
+        answers = bits(first)
+        said |= {query for query in ("refresh", "urgent") if first[query]}
+        assert bits(ask()) == answers and bits(ask()) == answers
+        assert bits(strategy.state_dict()) == before
+        answer(server, training, step)
+    assert said == {"pace": {"refresh"}, "port": {"urgent"}}.get(name, said)
+
+
+def test_queries_leave_no_trace_in_what_follows(name):
+    """As one that is never asked."""
+    asked, training = server_for(STRATEGIES.create(EAGER.get(name, name)))
+    alone, others = server_for(STRATEGIES.create(EAGER.get(name, name)))
+    for step in range(20):
+        asked.strategy.refresh(asked.in_flight())
+        asked.strategy.urgent(asked.in_flight())
+        for client in range(len(SAMPLES)):
+            asked.strategy.vectors_for(client)
+            asked.strategy.serve(client)
+            asked.strategy.task(client)
+        assert bits(list(map(vars, answer(asked, training, step)))) == bits(
+            list(map(vars, answer(alone, others, step)))
+        )
+    assert bits(asked.state_dict()) == bits(alone.state_dict())
 
 
 @pytest.mark.parametrize("stop", [1, 7, 20])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dispatching import dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 from linear_model import gradient
@@ -32,8 +33,9 @@ def ready(strategy, task=PLAIN) -> FedAC:
 
 
 def fold(strategy, delta, tau=0, client=0) -> bool:
+    dispatch(strategy, 100 + strategy.models.version)  # somebody holds every version
     vector = torch.as_tensor(delta, dtype=torch.float64)
-    update = Update(client, 0, vector, SAMPLES[client])
+    update = Update(client, 0, vector, SAMPLES[client], asked=strategy.context.task)
     return strategy.fold(update, Staleness(rounds=99, versions=tau))
 
 
@@ -240,26 +242,26 @@ def test_what_a_client_is_sent_is_c_minus_its_own():
     strategy = ready(FedAC(buffer_size=2))
     assert strategy.task(0).upload == "delta"
     for client in range(4):
-        assert strategy.anchor_for(client).tolist() == [0.0, 0.0]
+        assert strategy.vectors_for(client)["anchor"].tolist() == [0.0, 0.0]
     fold(strategy, [0.4, 0.0], client=0)
-    assert strategy.anchor_for(0).tolist() == pytest.approx([1.0, 0.0])  # its own is -1
-    assert strategy.anchor_for(1).tolist() == [0.0, 0.0]
+    assert strategy.vectors_for(0)["anchor"].tolist() == pytest.approx([1.0, 0.0])  # its own is -1
+    assert strategy.vectors_for(1)["anchor"].tolist() == [0.0, 0.0]
     fold(strategy, [0.0, 0.8], client=1)
     assert strategy.controls.current.tolist() == pytest.approx([-1 / 4, -2 / 4])
-    assert strategy.anchor_for(0).tolist() == pytest.approx([3 / 4, -2 / 4])
-    assert strategy.anchor_for(1).tolist() == pytest.approx([-1 / 4, 6 / 4])
-    assert strategy.anchor_for(2).tolist() == pytest.approx([-1 / 4, -2 / 4])
+    assert strategy.vectors_for(0)["anchor"].tolist() == pytest.approx([3 / 4, -2 / 4])
+    assert strategy.vectors_for(1)["anchor"].tolist() == pytest.approx([-1 / 4, 6 / 4])
+    assert strategy.vectors_for(2)["anchor"].tolist() == pytest.approx([-1 / 4, -2 / 4])
 
 
 def test_a_stale_client_is_judged_by_the_correction_that_it_was_sent():
     """Client 2 goes by its correction alone: it has no gradient of its own."""
     strategy = ready(FedAC(buffer_size=1))
     fold(strategy, [0.4, 0.0], client=0)
-    sent = strategy.anchor_for(2)
+    sent = strategy.vectors_for(2)["anchor"]
     assert sent.tolist() == pytest.approx([-1 / 4, 0.0])
     fold(strategy, [0.0, 2.0], client=1)
     fold(strategy, [0.3, 2.0], client=1)
-    assert not torch.equal(strategy.anchor_for(2), sent)
+    assert not torch.equal(strategy.vectors_for(2)["anchor"], sent)
     fold(strategy, -4 * 0.1 * sent, tau=2, client=2)
     assert strategy.variates.row(2).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
@@ -277,7 +279,7 @@ def drift(strategy, corrected):
             sent, way = training[client], np.zeros(2)
             for _ in range(20):
                 own = 0.5 * (way - offsets[client])
-                way = way - 0.1 * (own + corrected * sent.anchor.numpy())
+                way = way - 0.1 * (own + corrected * sent.vectors["anchor"].numpy())
             deltas.append(way)
             update = Update(client, sent.number, torch.from_numpy(way), SAMPLES[client])
             [training[client]] = server.receive(update)

@@ -71,10 +71,10 @@ def test_cohorts_keep_their_models_and_send_the_mean_of_those_alike(reference):
             if i in rows:
                 anchored += 1
                 expected = mean(rows[i], models)
-                np.testing.assert_allclose(dispatch.anchor.numpy(), expected, atol=1e-6)
+                np.testing.assert_allclose(dispatch.vectors["anchor"].numpy(), expected, atol=1e-6)
                 assert dispatch.nbytes == 2 * dispatch.params.nbytes
             else:  # all models are the initial one, as far as this client knows: the received
-                assert dispatch.anchor is None
+                assert not dispatch.vectors
                 assert dispatch.nbytes == dispatch.params.nbytes
             theta = upload(10 * cohort + k)
             uploads[i] = theta.numpy()
@@ -108,9 +108,11 @@ def test_on_arrival_the_senders_row_is_estimated_and_the_upload_kept(reference):
         np.testing.assert_allclose(started.params.numpy(), models[j], atol=1e-12)
         if j in rows:  # the row of j's last upload, over the models as they are now
             anchored += 1
-            np.testing.assert_allclose(started.anchor.numpy(), mean(rows[j], models), atol=1e-6)
+            np.testing.assert_allclose(
+                started.vectors["anchor"].numpy(), mean(rows[j], models), atol=1e-6
+            )
         else:
-            assert started.anchor is None
+            assert not started.vectors
         training.append(started)
     assert anchored > 20
 
@@ -136,8 +138,8 @@ def test_a_cohort_of_one_is_its_own_anchor():
     strategy.fold(Update(3, 0, upload(1), 1), Staleness(0, 0))
     assert strategy.close_cohort() is True
     torch.testing.assert_close(strategy.model_for(3), upload(1))
-    torch.testing.assert_close(strategy.anchor_for(3), upload(1))
-    assert all(strategy.anchor_for(client) is None for client in (0, 1, 2, 4))
+    torch.testing.assert_close(strategy.vectors_for(3)["anchor"], upload(1))
+    assert all(strategy.vectors_for(client) == {} for client in (0, 1, 2, 4))
 
 
 def test_defaults_are_those_of_pace():
@@ -199,14 +201,14 @@ def test_the_penalty_has_a_gradient(form, lam, small):
     dispatch = following[7]
     assert len(small.y[small.train[7]]) % 6 != 1  # no merged last batch: the schedules agree
     stream = ("client", 7, "dispatch", dispatch.number)
-    job = Job(7, dispatch.params, dispatch.task, stream, anchor=dispatch.anchor)
+    job = Job(7, dispatch.params, dispatch.task, stream, anchor=dispatch.vectors["anchor"])
     found = trainer.train(job)
-    given = (small, 7, dispatch.params, dispatch.anchor)
+    given = (small, 7, dispatch.params, dispatch.vectors["anchor"])
     expected = trained_by_autograd(*given, lam, task, stream)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
     alone = trained_by_autograd(*given, 0.0, task, stream)
     assert torch.allclose(found, alone, rtol=1e-8, atol=1e-10) == (lam == 0)
-    away = (alone - dispatch.anchor).norm() - (found - dispatch.anchor).norm()
+    away = (alone - dispatch.vectors["anchor"]).norm() - (found - dispatch.vectors["anchor"]).norm()
     assert away > 0 or lam == 0
 
 
@@ -315,7 +317,7 @@ def test_on_pace_all_but_the_weights_is_paces(small):
             mine, theirs = named.strategy.model_for(client), plugged.model_for(client)
             assert torch.equal(mine, theirs)
     assert named.messages["multicast"] > 0
-    assert named.strategy.anchor_for(0) is None
+    assert named.strategy.vectors_for(0) == {}
     assert named.strategy.task(0).objective == Pull(0.01, "cosine")
     other, _ = simulated(small, PACE(omega=20), task)
     assert not torch.equal(other.strategy.model_for(0), named.strategy.model_for(0))

@@ -149,7 +149,7 @@ def test_defaults_are_those_of_pace():
         assert strategy.graph == Complement(alpha=1.5, beta=1.5, k=3, clip=0.9)
         assert strategy.task(0).objective == Pull(0.01, "cosine")
         assert strategy.task(0).extras == {"basis": 3}
-        assert strategy.anchor_for(0) is None
+        assert strategy.vectors_for(0) == {}
     assert ready(FedSaC(lam=0, graph=Complement(k=2))).task(0).extras == {"basis": 2}
 
 

@@ -6,9 +6,10 @@ import torch
 from linear_model import gradient
 from torch import nn
 
-from polytempo import Task
+from polytempo import PolytempoError, Task
 from polytempo.core.events import as_dict
 from polytempo.core.optimizer import Sgd
+from polytempo.core.schedule import Steps
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.strategies import STRATEGIES, FedAvg, FedSGD
@@ -22,9 +23,9 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Linear(12, 4).double()
-    strategy = FedSGD(milestones=(3, 5), gamma=0.5)
+    strategy, schedule = FedSGD(), Steps((9, 15), gamma=0.5)
     options = {"task": task, "slots": 3, "devices": TwoSpeed(), "adapt_epochs": 0}
-    simulator = Simulator(small, module, strategy, check=True, **options)
+    simulator = Simulator(small, module, strategy, schedule=schedule, check=True, **options)
     log: list[dict] = []
     simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(18)
@@ -48,15 +49,16 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
     assert simulator.version == 6
 
 
-def test_milestones_lower_the_clients_rate():
-    rates = []
-    strategy = STRATEGIES.create("fedavg:milestones=[1,3],gamma=0.5")
-    assert isinstance(strategy, FedAvg)
-    strategy.context = type("Context", (), {"task": Task(lr=0.8)})
-    for changes in range(5):
-        strategy.changes = changes
-        rates.append(strategy.task(0).lr)
-    assert rates == [0.8, 0.4, 0.4, 0.2, 0.2]
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedsgd"])
+@pytest.mark.parametrize("option", ["milestones=[3,5]", "gamma=0.5"])
+def test_options_that_became_a_setting_name_it(name, option):
+    with pytest.raises(PolytempoError, match=f"{name} has no option '{option[:5]}.*--lr-schedule"):
+        STRATEGIES.create(f"{name}:{option}")
+
+
+def test_options_that_became_a_setting_name_it_in_python_too():
+    with pytest.raises(PolytempoError, match=r"lr_schedule in TOML and Python"):
+        FedAvg(milestones=(3, 5))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedasync", "pace:omega=5"])

@@ -5,8 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polytempo import Staleness
-from polytempo.core.messages import InFlight
 from polytempo.storage import load_state, save_state
 from polytempo.strategies.history import History, cosine
 
@@ -15,19 +13,20 @@ def vector(version):
     return torch.tensor([float(version), -1.0])
 
 
-def flying(*versions):
-    return [InFlight(c, Staleness(99, tau)) for c, tau in enumerate(versions)]
-
-
-def filled(versions) -> History:
+def filled(versions, ages=()) -> History:
+    """So many versions, of which clients 0, 1, ... hold those of these ages."""
     history = History(vector(0))
-    for version in range(1, versions + 1):
-        history.add(vector(version))
+    for version in range(versions + 1):
+        if version:
+            history.add(vector(version))
+        for client, age in enumerate(ages):
+            if versions - age == version:
+                history.hold(client)
     return history
 
 
 def test_versions_are_counted_back_from_the_current_one():
-    history = filled(4)
+    history = filled(4, range(5))
     assert history.version == 4
     assert history.current is history.ago(0)
     assert [history.ago(tau)[0] for tau in range(5)] == [4, 3, 2, 1, 0]
@@ -35,10 +34,13 @@ def test_versions_are_counted_back_from_the_current_one():
 
 @given(st.integers(0, 12), st.data())
 def test_what_is_held_stays_and_the_rest_goes(versions, data):
-    history = filled(versions)
     ages = data.draw(st.lists(st.integers(0, versions), max_size=6))
-    history.keep(flying(*ages))
-    held = {0, *ages}
+    history = filled(versions, ages)
+    gone = data.draw(st.sets(st.sampled_from(range(len(ages))))) if ages else set()
+    for client in gone:
+        history.release(client)
+        history.release(client)  # a second time: it holds nothing any more
+    held = {0, *(age for client, age in enumerate(ages) if client not in gone)}
     assert len(history) == len(held)  # two clients with one version: kept once
     for tau in range(versions + 1):
         if tau in held:
@@ -50,20 +52,28 @@ def test_what_is_held_stays_and_the_rest_goes(versions, data):
 
 def test_whoever_starts_after_the_others_are_gone_finds_its_version():
     history = filled(3)
-    history.keep([])
+    history.hold(0)
     history.add(vector(4))
-    history.keep(flying(1))  # it was sent version 3 right after the first call
+    assert torch.equal(history.ago(1), vector(3))
+
+
+def test_who_is_sent_a_newer_version_holds_that_one_alone():
+    history = filled(3, [2])
+    history.hold(0)
+    assert len(history) == 1 and torch.equal(history.current, vector(3))
+    history.add(vector(4))
     assert torch.equal(history.ago(1), vector(3))
 
 
 def test_it_survives_the_disk(tmp_path):
-    history = filled(5)
-    history.keep(flying(2, 4))
+    history = filled(5, [2, 4])
     save_state(tmp_path / "state", history.state_dict())
     again = History(vector(0))
     again.load_state_dict(load_state(tmp_path / "state"))
     assert (again.version, len(again)) == (5, 3)
     assert [again.ago(tau)[0] for tau in (0, 2, 4)] == [5, 3, 1]
+    again.release(1)
+    assert len(again) == 2  # it knows who holds what
 
 
 @pytest.mark.parametrize(

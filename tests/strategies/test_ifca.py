@@ -42,7 +42,8 @@ def test_all_models_are_sent_the_last_choice_first():
     server = Server(IFCAAsync(k=3), context())
     first = server.join([2])[0]
     models = list(server.strategy.models)
-    assert torch.equal(torch.stack([first.params, *first.anchor]), torch.stack(models))
+    assert list(first.vectors) == ["candidate 1", "candidate 2"]
+    assert all(map(torch.equal, [first.params, *first.vectors.values()], models))
     assert first.nbytes == 3 * first.params.nbytes
     assert server.strategy.clusters().tolist() == [-1] * 4
     theta = torch.zeros_like(models[0])
@@ -51,7 +52,7 @@ def test_all_models_are_sent_the_last_choice_first():
     assert server.strategy.clusters().tolist() == [-1, -1, 2, -1]
     moved = 0.7 * models[2]
     torch.testing.assert_close(second.params, moved)
-    torch.testing.assert_close(second.anchor, torch.stack(models[:2]))
+    assert all(map(torch.equal, second.vectors.values(), models[:2]))
     server.receive(Update(2, second.number, theta, 30, {"choice": torch.tensor([[1]])}))
     assert server.strategy.clusters()[2] == 0  # the second that it was sent
 

@@ -205,7 +205,8 @@ def test_a_hundred_thousand_clients_take_the_memory_of_those_that_have_uploaded(
 
 
 def in_flight(**staleness: int) -> list[InFlight]:
-    return [InFlight(int(c[1:]), Staleness(tau, tau)) for c, tau in staleness.items()]
+    flights = [InFlight(int(c[1:]), Staleness(tau, tau)) for c, tau in staleness.items()]
+    return sorted(flights, key=lambda flight: -flight.staleness.rounds)  # as the server does
 
 
 def test_default_budget_is_the_papers():

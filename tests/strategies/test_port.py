@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from dispatching import dispatch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,6 +26,7 @@ def ready(strategy, initial=INITIAL) -> PORT:
 
 
 def fold(strategy, delta, tau=0, samples=10) -> bool:
+    dispatch(strategy, 100 + strategy.models.version)  # somebody holds every version
     update = Update(0, 0, torch.as_tensor(delta), samples)
     return strategy.fold(update, Staleness(rounds=99, versions=tau))
 
@@ -171,6 +173,13 @@ def flying(**versions):
     return [InFlight(int(name[1:]), Staleness(99, tau)) for name, tau in versions.items()]
 
 
+def requests(strategy, **versions):
+    """Whom it hurries when these are in training, which it is told first."""
+    told = sorted(flying(**versions), key=lambda flight: -flight.staleness.versions)
+    strategy.training(told)
+    return strategy.urgent(told)
+
+
 def aged(versions, **options) -> PORT:
     strategy = ready(PORT(buffer_size=1, **options))
     for _ in range(versions):
@@ -180,16 +189,16 @@ def aged(versions, **options) -> PORT:
 
 def test_requests_go_to_those_over_the_bound_once_a_dispatch():
     strategy = aged(9, bound=3)
-    assert strategy.urgent(flying(c0=3, c1=4, c2=9)) == [1, 2]
-    assert strategy.urgent(flying(c0=3, c1=4, c2=9)) == []
+    assert requests(strategy, c0=3, c1=4, c2=9) == [1, 2]
+    assert requests(strategy, c0=3, c1=4, c2=9) == []
     fold(strategy, [1.0, 0.0, 0.0])
-    assert strategy.urgent(flying(c0=4, c1=5, c2=10)) == [0]  # only the one that is new
-    assert strategy.urgent(flying(c0=4, c2=10)) == []  # 1 has reported, and starts again
+    assert requests(strategy, c0=4, c1=5, c2=10) == [0]  # only the one that is new
+    assert requests(strategy, c0=4, c2=10) == []  # 1 has reported, and starts again
     for later in range(1, 4):
         fold(strategy, [1.0, 0.0, 0.0])
-        assert strategy.urgent(flying(c0=4 + later, c1=later, c2=10 + later)) == []
+        assert requests(strategy, c0=4 + later, c1=later, c2=10 + later) == []
     fold(strategy, [1.0, 0.0, 0.0])
-    assert strategy.urgent(flying(c0=8, c1=4, c2=14)) == [1]  # late a second time
+    assert requests(strategy, c0=8, c1=4, c2=14) == [1]  # late a second time
 
 
 def run_by_hand(server, training, order):

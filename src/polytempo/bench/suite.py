@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from polytempo.bench.bookkeeping import SIZES as BOOKS
+from polytempo.bench.bookkeeping import measure_bookkeeping
 from polytempo.bench.cases import CASES
 from polytempo.bench.clusters import CLIENTS as CLUSTERED
 from polytempo.bench.clusters import PARAMETERS, growth, measure_clusters
@@ -47,6 +49,7 @@ def run_bench(
             "machine": machine(),
             "training": [],
             "server": [],
+            "bookkeeping": [],
             "clusters": [],
             "scale": [],
             "exchange": [],
@@ -63,6 +66,10 @@ def run_bench(
             if not quick or clients * parameters <= 10**8:
                 watch(f"server, {clients} clients")
                 found["server"].append(measure_server(clients, parameters))
+        for clients, slots, arrivals in BOOKS if "server" in parts else ():
+            if not quick or clients <= 20_000:
+                watch(f"server, {clients} clients, {slots} slots")
+                found["bookkeeping"].append(measure_bookkeeping(clients, slots, arrivals))
         for parameters in PARAMETERS if "clusters" in parts else ():
             rows = []
             for clients in CLUSTERED[:2] if quick else CLUSTERED:

@@ -69,6 +69,15 @@ def bench_tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
         }
         for row in found["server"]
     ]
+    bookkeeping = [
+        {
+            "bookkeeping of the server": f"{row['clients']:,} clients, {row['slots']:,} slots",
+            "an arrival": f"{row['arrival_us']:,.0f} us",
+            "slowest 200": f"{row['slowest_us']:,.0f} us",
+            "memory": f"{row['peak_mb']:,.0f} MB",
+        }
+        for row in found["bookkeeping"]
+    ]
     clusters = [
         {
             "server step of CASA": f"{row['clients']:,} x {row['parameters']:,}",
@@ -96,4 +105,4 @@ def bench_tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
         }
         for row in found["exchange"]
     ]
-    return [rows, server, clusters, scale, exchange]
+    return [rows, server, bookkeeping, clusters, scale, exchange]

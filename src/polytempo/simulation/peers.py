@@ -463,14 +463,8 @@ class PeerSimulator(Engine):
 
     def _score(self, clients: Sequence[int], models: Sequence[Tensor]) -> list[Score]:
         """The models of these clients, on their own test samples or on those of all."""
-        everybody, common = range(self.federation.clients), self.strategy.common_test
         pairs = zip(clients, models, strict=True)
-        found = self.backend.evaluate(
-            Exam(
-                model, tested := list(everybody) if common else [client], self._own(client, tested)
-            )
-            for client, model in pairs
-        )
+        found = self.backend.evaluate(self._exam_of(client, model) for client, model in pairs)
         return [
             Score(
                 sum(score.correct for score in scores),

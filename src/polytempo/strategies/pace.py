@@ -77,8 +77,8 @@ class PACE(ArrivalGraph):
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.denominators = self.prior.copy()  # D, with W_j = p before j's first upload
-        # The last sender and its model before its update: the reply, asked for at once. (Not part
-        # of the state, for there is no checkpoint between an update and its answer.)
+        # The last sender, and its model before its update: the reply. Not part of the state: the
+        # reply is asked for in the same call of the server that folds, never after a checkpoint.
         self._before: tuple[int, Tensor] | None = None
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
