@@ -96,7 +96,7 @@ def _convolutional(
 
 @MODELS.register("linear")
 class Linear(Options):
-    """One linear layer on the flattened sample: logistic or linear regression, as the loss has it."""
+    """One layer on the flattened sample: logistic regression, or linear, as the loss has it."""
 
     def build(self, inputs: Inputs) -> nn.Module:
         require_numbers("linear", inputs)

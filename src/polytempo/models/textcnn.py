@@ -111,8 +111,7 @@ class TextCNN(Options):
             )
         if inputs.problem == "next-token":
             raise PolytempoError(
-                "model 'textcnn' says one thing of a whole text, but the problem is next-token; use "
-                "'gru'"
+                "model 'textcnn' judges a text as a whole, but the problem is next-token; use 'gru'"
             )
         if not self.widths:
             raise PolytempoError("model textcnn: widths is empty; give at least one, as in [3,4,5]")
