@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from sklearn import metrics as reference
 from torch.nn import functional
 
 from polytempo.core.errors import PolytempoError
+from polytempo.data import Federation
+from polytempo.models import Inputs, build
 from polytempo.training.problem import (
     PROBLEMS,
     Classification,
@@ -156,7 +161,7 @@ def test_any_division_into_batches_gives_the_same_figures(name, cuts, seed):
     problem = Own(functional.mse_loss, _near) if name == "own" else PROBLEMS.create(name)
     outputs, y = batch("regression" if name == "own" else name, 40, seed)
     edges = [0, *sorted(cuts), 40]
-    parts = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
     merged = sum((Score(problem.sums(outputs[p], y[p])) for p in parts), Score({}))
     whole = Score(problem.sums(outputs, y))
     assert merged.total == whole.total
@@ -169,11 +174,11 @@ def test_the_loss_is_the_mean_of_the_summed_one_and_can_be_trained_on(name):
     problem = PROBLEMS.create(name)
     outputs, y = batch(name, 20)
     outputs.requires_grad_()
-    loss, sums = problem.loss(outputs, y), problem.sums(outputs, y)
-    assert float(loss) == pytest.approx(sums["loss"] / sums["total"], rel=1e-5)
+    loss, sums = problem.loss(outputs, y), problem.sums(outputs.detach(), y)
+    assert loss.item() == pytest.approx(sums["loss"] / sums["total"], rel=1e-5)
     torch.autograd.backward(loss)
     stepped = outputs.detach() - 0.5 * outputs.grad
-    assert float(problem.loss(stepped, y)) < float(loss)
+    assert float(problem.loss(stepped, y)) < loss.item()
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -286,7 +291,7 @@ def test_values_that_are_neither_per_sample_nor_one_are_refused():
 
 @pytest.mark.parametrize("name", ["multilabel", "regression", "next-token"])
 def test_a_model_of_the_wrong_size_is_named_instead_of_broadcast(name):
-    outputs, y = batch(name, 4)
+    _, y = batch(name, 4)
     wrong = torch.zeros(4, 1) if name == "multilabel" else torch.zeros(4, 4)
     with pytest.raises(PolytempoError, match=f"{name}: the model puts out"):
         PROBLEMS.create(name).loss(wrong, y)
@@ -301,6 +306,34 @@ def test_a_class_that_changes_the_loss_alone_keeps_the_metrics():
     assert judged(Huber(), outputs, y) == judged(Regression(), outputs, y)
 
 
+@pytest.mark.parametrize(
+    ("source", "lr", "least", "most"),
+    [
+        ("synthetic", 0.1, 0.9, 1.0),  # accuracy
+        ("synthetic-multilabel", 1.0, 0.55, 1.0),  # F1; 0.46 if all labels are guessed
+        ("synthetic-regression", 0.02, 0.0, 0.1),  # MSE, of a variance of 1
+        ("diabetes", 0.01, 0.0, 0.4),  # MSE, of a variance of 0.59
+        ("synthetic-text:tokens=6", 1.0, 1.0, 3.2),  # perplexity, of 6
+    ],
+)
+def test_automatic_models_learn_the_data_sets_of_each_problem(source, lr, least, most):
+    clients = 1 if source == "diabetes" else 4  # so that each group is one client
+    federation = Federation.load(source, clients=clients, seed=1)
+    problem = problem_for(federation)
+    inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
+    module = build("auto", inputs, seed=0)
+    optimizer = torch.optim.SGD(module.parameters(), lr)
+    x, y = federation.x[federation.train[0]], federation.y[federation.train[0]]
+    for _ in range(120):
+        optimizer.zero_grad()
+        problem.loss(module(x), y).backward()
+        optimizer.step()
+    x, y = federation.x[federation.test[0]], federation.y[federation.test[0]]
+    with torch.no_grad():
+        found = problem.metrics[0].value(problem.sums(module(x), y))
+    assert least <= found <= most
+
+
 def test_the_problem_of_a_run_is_that_of_the_data_unless_one_is_given(small):
     assert type(problem_for(small)) is Classification
     assert type(problem_for(small, f"{__name__}:make")) is Own
@@ -312,3 +345,21 @@ def test_the_problem_of_a_run_is_that_of_the_data_unless_one_is_given(small):
 
 def make() -> Problem:
     return Problem.of(functional.cross_entropy)
+
+
+def test_the_examples_of_the_documentation_work():
+    page = (Path(__file__).parents[2] / "docs/problems.md").read_text(encoding="utf8")
+    names: dict = {}
+    for example in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(example, names)
+    assert (names["fed"].problem, names["fed"].outputs) == ("regression", 1)
+    outputs, y = batch("regression", 30)
+    (metric,) = names["problem"].metrics
+    near = float(((outputs[:, 0] - y).abs() < 0.5).double().mean())
+    assert metric.name == "within_half"
+    assert metric.value(names["problem"].sums(outputs, y)) == pytest.approx(near)
+    outputs, y = batch("classification", 100)
+    problem = names["Balanced"]()
+    merged = Score(problem.sums(outputs[:30], y[:30])) + Score(problem.sums(outputs[30:], y[30:]))
+    expected = reference.balanced_accuracy_score(y, outputs.argmax(1))
+    assert problem.metrics[0].value(merged.sums) == pytest.approx(expected)
