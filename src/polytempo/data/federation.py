@@ -294,7 +294,9 @@ class Federation:
         natural = isinstance(divider, Natural) and pool.users is not None
         if clients is None:
             clients = len(np.unique(pool.users)) if natural else 20  # type: ignore[arg-type]
-        assignment = divider(strata(pool.y, pool.problem), clients, rng(seed, "data", "partition"), pool.users)
+        assignment = divider(
+            strata(pool.y, pool.problem), clients, rng(seed, "data", "partition"), pool.users
+        )
         verify(assignment, clients, len(pool.y))
 
         given = pool.test if natural else None

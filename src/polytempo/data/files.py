@@ -82,7 +82,7 @@ class Diabetes(Options):
     usual learning rates work. To predict the mean throughout is a mean squared error of 0.59.
     """
 
-    description: ClassVar[str] = "diabetes of 442 patients after a year, 10 features (scikit-learn)"
+    description: ClassVar[str] = "diabetes after a year, 10 features (scikit-learn)"
     samples: ClassVar[int] = 442
     problem: ClassVar[str] = "regression"
     files: ClassVar[tuple[str, ...]] = ()

@@ -26,7 +26,9 @@ def pool_clients(
     """One pool of what each client brings: (X, y), or (X, y, X_test, y_test)."""
     if not clients:
         raise PolytempoError("no clients were given; give at least one pair (X, y)")
-    clients = _number_names(clients, who)
+    _check_pairs(clients, who)
+    if problem in (None, "classification"):
+        clients = _number_names(clients)
     parts: list[str] = []
     owners: list[tuple[int, bool]] = []  # whose, and whether it is for testing
     pairs: list[tuple[Features, Any]] = []
@@ -57,12 +59,15 @@ def pool_clients(
     )
 
 
-def _number_names(clients: Sequence[Sequence[Any]], who: Sequence[str]) -> list[list[Any]]:
-    """The clients, with labels that are names numbered alike for all of them."""
+def _check_pairs(clients: Sequence[Sequence[Any]], who: Sequence[str]) -> None:
     for client, label in zip(clients, who, strict=True):
         if not isinstance(client, tuple | list) or len(client) not in (2, 4):
             count = f"{len(client)} things" if isinstance(client, tuple | list) else type(client)
             raise PolytempoError(f"{label}: expected (X, y) or (X, y, X_test, y_test), got {count}")
+
+
+def _number_names(clients: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The clients, with labels that are names numbered alike for all of them."""
     named = [[names(y) for y in client[1::2]] for client in clients]
     found = [part for parts in named for part in parts]
     if all(part is None for part in found):

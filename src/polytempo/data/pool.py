@@ -12,7 +12,6 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.data.partition import Array
 
-
 Features = Array | list[str]
 TOKENS = 2**17  # integers from here on are taken for features that were not converted
 
@@ -135,9 +134,23 @@ def _tokens(x: Array, who: str) -> Array:
     return x.astype(np.int64)
 
 
+def as_array(given: Any) -> Array:
+    """y as an array; lists that are not of one shape as an array of objects, to be refused."""
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu()
+        # numpy has no bfloat16
+        return np.asarray((given.float() if given.dtype == torch.bfloat16 else given).numpy())
+    try:
+        return np.asarray(given)
+    except ValueError:
+        ragged = np.empty(len(given), dtype=object)
+        ragged[:] = given
+        return ragged
+
+
 def names(given: Any) -> Array | None:
     """Labels that are names, as an array of text; None if they are something else."""
-    found = np.asarray(given) if not isinstance(given, torch.Tensor) else np.zeros(0)
+    found = as_array(given)
     if found.dtype.kind == "O" and found.size and all(isinstance(n, str) for n in found.flat):
         found = found.astype(str)
     if found.dtype.kind == "S":
@@ -177,9 +190,7 @@ def user_ids(given: Any, samples: int, who: str) -> Array:
 
 def labels(given: Any, samples: int, who: str, classes: int | None = None) -> Array:
     """Labels as int64, one per sample, within 0 .. classes - 1. Names are numbered in order."""
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu().numpy()
-    y = np.asarray(given)
+    y = as_array(given)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.shape != (samples,):

@@ -37,6 +37,7 @@ class Shakespeare(Options):
     """
 
     description: ClassVar[str] = "plays by role, next of 76 characters"
+    samples: ClassVar[int] = 51_354
     problem: ClassVar[str] = "next-token"
     files: ClassVar[tuple[str, ...]] = ("shakespeare_roles.json.xz",)
 

@@ -32,7 +32,8 @@ class SyntheticRegression(Options):
     samples: mean number per client; `skew` is the spread of the logarithm of the sizes.
     """
 
-    description: ClassVar[str] = "linear maps, one for each group of clients, made from the seed"
+    name: ClassVar[str]
+    description: ClassVar[str] = "a linear map per group of clients, made from the seed"
     problem: ClassVar[str] = "regression"
     files: ClassVar[tuple[str, ...]] = ()
 
@@ -67,6 +68,7 @@ class SyntheticMultilabel(Options):
     noise: relative to the spread of the samples across a plane.
     """
 
+    name: ClassVar[str]
     description: ClassVar[str] = "labels by planes, exchanged between groups, made from the seed"
     problem: ClassVar[str] = "multilabel"
     files: ClassVar[tuple[str, ...]] = ()
@@ -106,7 +108,8 @@ class SyntheticText(Options):
     alpha: what follows a token is a draw from Dirichlet(alpha); small is easier to predict.
     """
 
-    description: ClassVar[str] = "Markov chains, one for each group of clients, made from the seed"
+    name: ClassVar[str]
+    description: ClassVar[str] = "a Markov chain per group of clients, made from the seed"
     problem: ClassVar[str] = "next-token"
     files: ClassVar[tuple[str, ...]] = ()
 

@@ -2,7 +2,7 @@
 
 classification   int64 [N]           one label per sample, numbered from 0
 multilabel       float32 [N, labels] 1 where a label is present, else 0
-regression       float32 [N] or [N, outputs], as they come: standardise them yourself if they need it
+regression       float32 [N] or [N, outputs], as they come: nothing is standardised
 next-token       int64 [N, length]   of the shape of X; 0 is padding, and is never predicted
 """
 
@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.data.partition import Array
-from polytempo.data.pool import TOKENS, Features, labels, number_of_classes
+from polytempo.data.pool import TOKENS, Features, as_array, labels, number_of_classes
 from polytempo.data.text import PADDING
 
 PROBLEMS = ("classification", "multilabel", "regression", "next-token")
@@ -33,7 +32,9 @@ def kind_of(parts: Sequence[tuple[Features, Any]], classes: int | None, given: s
     """
     if given is not None:
         if given not in PROBLEMS:
-            raise PolytempoError(f"no problem of data is called {given!r}{nearest(given, PROBLEMS)}")
+            raise PolytempoError(
+                f"no problem of data is called {given!r}{nearest(given, PROBLEMS)}"
+            )
         return given
     found = [(x, as_array(y)) for x, y in parts]
     if any(y.dtype.kind not in "iufb" for _, y in found):
@@ -84,23 +85,14 @@ def strata(y: Array, problem: str) -> Array:
     if problem == "classification":
         return y
     if problem == "multilabel":
-        return np.where(y.any(axis=1), y.argmax(axis=1), y.shape[1])
+        first: Array = np.where(y.any(axis=1), y.argmax(axis=1), y.shape[1])
+        return first
     if problem == "regression":
-        first = y if y.ndim == 1 else y[:, 0]
-        edges = np.unique(np.quantile(first, np.linspace(0, 1, BINS + 1)[1:-1]))
-        return np.searchsorted(edges, first, side="right")
+        number = y if y.ndim == 1 else y[:, 0]
+        ordered = np.sort(number)
+        below, upto = (np.searchsorted(ordered, number, side) for side in ("left", "right"))
+        return (below + upto - 1) * BINS // (2 * len(y))  # by the middle rank of equal numbers
     return np.zeros(len(y), dtype=np.int64)
-
-
-def as_array(given: Any) -> Array:
-    """y as an array; ragged lists are left to the check of shapes."""
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu()
-        return np.asarray((given.float() if given.is_floating_point() else given).numpy())
-    try:
-        return np.asarray(given)
-    except ValueError:
-        return np.empty(len(given), dtype=object)
 
 
 def _present(y: Array, x: Features, who: str, classes: int | None) -> Array:
@@ -153,11 +145,11 @@ def _next_tokens(y: Array, x: Features, who: str, classes: int | None) -> Array:
         )
     y = np.where(y == IGNORED, PADDING, y)
     upper = min(classes or TOKENS, TOKENS)
-    for name, tokens in (("X", x), ("y", y)):
-        if (tokens != np.floor(tokens)).any() or np.min(tokens) < 0 or np.max(tokens) >= upper:
-            strange = (tokens != np.floor(tokens)) | (tokens < 0) | (tokens >= upper)
+    for name, tokens in (("X", np.asarray(x)), ("y", y)):
+        strange = tokens[(tokens != np.floor(tokens)) | (tokens < 0) | (tokens >= upper)]
+        if len(strange):
             raise PolytempoError(
-                f"{who}: {name} holds {np.asarray(tokens)[strange][0]:g}, expected tokens 0 to "
+                f"{who}: {name} holds {strange[0]:g}, expected tokens 0 to "
                 f"{upper - 1} (0 is padding; in y, {IGNORED} too); renumber them"
             )
     if not (y != PADDING).any(axis=1).all():

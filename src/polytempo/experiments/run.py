@@ -152,16 +152,15 @@ def resume(
 
 def load_federation(config: RunConfig) -> Federation:
     """The clients and their data."""
-    given = {"partition": config.partition} if config.partition is not None else {}
     return Federation.load(
         config.data,
         clients=config.clients,
+        partition=config.partition,
         shift=config.shift,
         test_fraction=config.test_fraction,
         seed=config.seed,
         data_dir=config.data_dir,
         limit=config.limit,
-        **given,
     )
 
 

@@ -104,7 +104,7 @@ class Problem(Options, ABC):
         return len(targets)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """All that the metrics need of a batch, added up over its samples."""
+        """All that the metrics need of a batch, added up over its samples (under no_grad)."""
         loss = float(self.loss(outputs, targets, "sum"))
         return {"total": float(self.count(targets)), "loss": loss}
 
@@ -291,7 +291,7 @@ class Own(Problem):
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
         key, usual = ("loss", "lower") if self._measure is None else ("metric", "higher")
-        name = self.metric_name or getattr(self._measure, "__name__", key)
+        name = str(self.metric_name or getattr(self._measure, "__name__", key))
         name = key if name == "<lambda>" else name
         better: Any = self.better or usual
         return (Metric(name, name.replace("_", " "), better, self.share, Mean(key)),)
@@ -394,6 +394,8 @@ def _function(given: Function | str, option: str) -> Function:
     functions: Registry[Any] = Registry("function")
     found = functions[given]
     if not callable(found):
-        raise PolytempoError(f"problem own: {option}={given!r} is a {type(found).__name__}; "
-                             "expected a function (outputs, targets)")
+        raise PolytempoError(
+            f"problem own: {option}={given!r} is a {type(found).__name__}; "
+            "expected a function (outputs, targets)"
+        )
     return found
