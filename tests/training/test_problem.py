@@ -81,6 +81,12 @@ def test_five_classes_or_fewer_are_all_in_the_top_five():
     assert found == {"accuracy": 0.0, "top5": 1.0}
 
 
+def test_a_model_that_knows_nothing_is_in_the_top_five_by_chance_only():
+    y = torch.arange(8)
+    assert judged(Classification(), torch.zeros(8, 8), y) == {"accuracy": 1 / 8, "top5": 5 / 8}
+    assert judged(Classification(), torch.full((8, 8), torch.nan), y)["top5"] == 0
+
+
 def test_multilabel_is_scikit_learns_micro_f1_and_subset_accuracy():
     outputs, y = batch("multilabel", 200)
     outputs[:40] = 2 * y[:40] - 1  # some samples are right throughout

@@ -141,11 +141,15 @@ class Classification(Problem):
         return functional.cross_entropy(outputs, targets, reduction=reduction)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        best = outputs.topk(min(5, outputs.shape[1])).indices
+        # How many classes come before the true one, equals in order of number: several times as
+        # fast as topk. What cannot be compared (NaN) comes before it.
+        label, place = targets[:, None], torch.arange(outputs.shape[1], device=outputs.device)
+        own = outputs.gather(1, label)
+        behind = (outputs < own) | ((outputs == own) & (place >= label))
         return {
             **super().sums(outputs, targets),
             "correct": float((outputs.argmax(1) == targets).sum()),
-            "top5": float((best == targets[:, None]).sum()),
+            "top5": float(((~behind).sum(1) < 5).sum()),
         }
 
 
