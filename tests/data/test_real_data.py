@@ -81,3 +81,18 @@ def test_news_become_tokens(
     assert fed.vocabulary is not None and 5_000 < fed.vocabulary <= 32_000
     unknown = (fed.x == 1).float().mean() / (fed.x > 0).float().mean()
     assert 0 < unknown < 0.1
+
+
+def test_shakespeares_roles_speak_and_are_continued(real_data: Path) -> None:
+    need(real_data, "shakespeare_roles.json.xz")
+    fed = Federation.load("shakespeare", data_dir=real_data)
+    assert (fed.problem, fed.clients, fed.shape) == ("next-token", 634, (80,))
+    assert fed.outputs == fed.vocabulary == 77 and len(fed.y) == 51_354
+    later = fed.x[:, 1:] != 0
+    assert torch.equal(fed.x[:, 1:][later], fed.y[:, :-1][later])
+    tests = sum(part.stop - part.start for part in fed.test) / len(fed.y)
+    assert 0.09 < tests < 0.13, "the test parts of the file are used"
+    counts = torch.bincount(fed.y.flatten(), minlength=77)[1:]
+    assert int(counts.argmax()) == 1, "the blank is the commonest character"
+    few = Federation.load("shakespeare:length=20", data_dir=real_data, clients=5)
+    assert few.clients == 5 and few.shape == (20,)

@@ -12,6 +12,7 @@ CIFAR = Inputs((3, 32, 32), 10, None)
 EMNIST = Inputs((1, 28, 28), 47, None)
 DIGITS = Inputs((1, 8, 8), 10, None)
 NEWS = Inputs((60,), 4, 32_000)
+PLAYS = Inputs((80,), 77, 77, "next-token")
 
 
 def parameters(module: torch.nn.Module) -> int:
@@ -28,6 +29,8 @@ def parameters(module: torch.nn.Module) -> int:
         ("lenet", CIFAR, 62_006),
         ("cnn64", CIFAR, 307_842),
         ("textcnn", NEWS, 32_000 * 192 + (3 + 4 + 5) * 192 * 100 + 300 + 300 * 4 + 4),
+        ("gru", PLAYS, 77 * 32 + 3 * 128 * (32 + 128 + 2) + 128 * 77 + 77),
+        ("linear", Inputs((10,), 1, None, "regression"), 11),
         ("resnet18", CIFAR, 11_173_962),
         ("resnet18:norm=batch", CIFAR, 11_173_962),
     ],
@@ -36,7 +39,7 @@ def test_parameter_counts_are_those_of_the_papers(model, inputs, expected):
     assert parameters(build(model, inputs, seed=0)) == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"textcnn"}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gru", "textcnn"}))
 @pytest.mark.parametrize("inputs", [CIFAR, EMNIST, Inputs((3, 20, 34), 7, None)])
 def test_image_models_give_one_score_per_class(name, inputs):
     module = build(name, inputs, seed=0).eval()
@@ -87,6 +90,10 @@ def test_resnet_has_no_running_statistics_unless_asked():
     ("inputs", "expected"),
     [
         (NEWS, "textcnn"),
+        (PLAYS, "gru"),
+        (Inputs((60,), 8, 500, "multilabel"), "textcnn"),
+        (Inputs((10,), 1, None, "regression"), "mlp"),
+        (Inputs((3, 32, 32), 2, None, "regression"), "lenet"),
         (CIFAR, "lenet"),
         (EMNIST, "lenet"),
         (DIGITS, "mlp"),
@@ -125,10 +132,32 @@ def test_the_smallest_image_works_and_one_less_does_not():
             build(name, Inputs((1, smallest, smallest - 1), 3, None), seed=0)
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"textcnn"}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gru", "textcnn"}))
 def test_tokens_are_refused_by_models_for_numbers(name):
     with pytest.raises(PolytempoError, match="use 'textcnn'"):
         build(name, NEWS, seed=0)
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gru"}))
+def test_next_tokens_are_for_gru_alone(name):
+    with pytest.raises(PolytempoError, match="use 'gru'"):
+        build(name, PLAYS, seed=0)
+
+
+@pytest.mark.parametrize(("inputs", "other"), [(NEWS, "textcnn"), (DIGITS, "mlp")])
+def test_gru_is_for_next_tokens_alone(inputs, other):
+    with pytest.raises(PolytempoError, match=f"predicts the next token.*use '{other}'"):
+        build("gru", inputs, seed=0)
+
+
+def test_gru_scores_every_token_by_those_before_it():
+    module = build("gru:hidden=8,embedding=4", Inputs((6,), 9, 9, "next-token"), seed=0)
+    tokens = torch.randint(1, 9, (3, 6), generator=torch.Generator().manual_seed(1))
+    scores = module(tokens)
+    assert scores.shape == (3, 6, 9)
+    tokens[:, 4] = 0
+    changed = (module(tokens) != scores).any(-1)
+    assert not changed[:, :4].any() and changed[:, 4:].all()
 
 
 @pytest.mark.parametrize("inputs", [CIFAR, Inputs((60,), 4, None)])

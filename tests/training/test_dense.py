@@ -51,7 +51,7 @@ def federation(shards: Sequence[Tensor], seed: int = 0, **more) -> Federation:
         y=torch.randint(CLASSES, (begin,), generator=generator),
         train=tuple(train),
         test=tuple(test),
-        classes=CLASSES,
+        outputs=CLASSES,
         groups=None,
         vocabulary=None,
         description="numbers",

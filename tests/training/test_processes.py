@@ -438,7 +438,7 @@ def test_the_federation_is_not_copied():
         y=torch.zeros(samples, dtype=torch.long),
         train=tuple(slice(place.start, place.start + 100) for place in places),
         test=tuple(places),
-        classes=2,
+        outputs=2,
         groups=None,
         mean=None,
         std=None,

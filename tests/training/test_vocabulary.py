@@ -55,7 +55,7 @@ def token_federation() -> Federation:
         y=torch.randint(CLASSES, (len(x),), generator=generator),
         train=tuple(train),
         test=tuple(tests),
-        classes=CLASSES,
+        outputs=CLASSES,
         groups=None,
         mean=None,
         std=None,

@@ -87,7 +87,7 @@ def measure_training(
 
 
 def _simulator(case: Case, strategy: str, federation: Federation, workers: int) -> Simulator:
-    inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
+    inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(case.model, inputs, 0)
     return Simulator(
         federation,

@@ -365,20 +365,24 @@ def data_command(
         _list_data(base.get("data_dir"), as_json)
         return
     federation = load_federation(make_config(base, "data"))
-    counts = federation.label_counts()
-    figures = {
+    figures: dict[str, Any] = {
         "federation": federation.description,
+        "problem": federation.problem,
         "clients": federation.clients,
-        "classes": federation.classes,
+        "classes" if federation.labelled else "outputs": federation.outputs,
         "shape": list(federation.shape),
         "training_samples": sum(federation.samples),
         "smallest_client": min(federation.samples),
         "largest_client": max(federation.samples),
-        "labels_per_client": float((counts > 0).sum(1).mean()),
-        "commonest_label": float((counts.max(1) / counts.sum(1)).mean()),
-        "commonest_label_by_sample": float(counts.max(1).sum() / counts.sum()),
         "groups": None if federation.groups is None else len(set(federation.groups.tolist())),
     }
+    if federation.labelled or out is not None:
+        counts = federation.label_counts()
+        figures |= {
+            "labels_per_client": float((counts > 0).sum(1).mean()),
+            "commonest_label": float((counts.max(1) / counts.sum(1)).mean()),
+            "commonest_label_by_sample": float(counts.max(1).sum() / counts.sum()),
+        }
     if out is not None:
         figures["plot"] = str(plot_labels(counts, out, federation.groups, federation.description))
     if as_json:
@@ -387,7 +391,7 @@ def data_command(
         for key, value in figures.items():
             line = f"{key.replace('_', ' '):>18}  {escape(str(value))}"
             output.print(line, highlight=False, soft_wrap=True)
-        if out is None:
+        if out is None and federation.labelled:
             output.print("[dim]add --out labels.png for a picture of the labels per client[/]")
 
 
@@ -455,7 +459,10 @@ def _list_data(data_dir: str | None, as_json: bool) -> None:
         here = "[green]yes[/]" if info.available else "[red]no[/]"
         samples = "-" if info.samples is None else f"{info.samples:,}"
         classes = "-" if info.classes is None else str(info.classes)
-        table.add_row(info.name, here, samples, classes, info.description)
+        what = info.description
+        if info.problem != "classification":
+            what = f"{info.problem}: {what}"
+        table.add_row(info.name, here, samples, classes, what)
     output.print(table)
     output.print(
         "Files are looked for in the folder named by --data-dir or POLYTEMPO_DATA.\n"

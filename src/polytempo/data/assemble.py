@@ -32,7 +32,7 @@ def verify(assignment: Assignment, clients: int, samples: int) -> None:
 
 
 def order_clients(
-    assignment: Assignment, y: Array, given: Array | None, test_fraction: float, seed: int
+    assignment: Assignment, labels: Array, given: Array | None, test_fraction: float, seed: int
 ) -> tuple[Array, tuple[slice, ...], tuple[slice, ...]]:
     """Positions in the order of the federation, and each client's slices of it."""
     order: list[Array] = []
@@ -44,7 +44,7 @@ def order_clients(
         if apart.any() and not apart.all():
             parts = np.flatnonzero(~apart), np.flatnonzero(apart)
         else:
-            parts = split(y[indices], test_fraction, rng(seed, "data", "split", client))
+            parts = split(labels[indices], test_fraction, rng(seed, "data", "split", client))
         for part, slices in zip(parts, (train, test), strict=True):
             order.append(indices[part])
             slices.append(slice(at, at + len(part)))
@@ -73,7 +73,9 @@ def to_tensor(
     # A copy in torch's own memory, which is aligned: sums over other alignments may differ in
     # their last bit, and so would two runs.
     tensor = torch.from_numpy(np.ascontiguousarray(x)).clone()
-    return tensor, int(tensor.max()) + 1 if tensor.dtype == torch.int64 else None
+    if tensor.dtype != torch.int64:
+        return tensor, None
+    return tensor, pool.outputs if pool.problem == "next-token" else int(tensor.max()) + 1
 
 
 def apply_shift(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.data.assemble import (
     apply_shift,
@@ -24,10 +25,11 @@ from polytempo.data.assemble import (
 )
 from polytempo.data.npz import pool_clients, read_npz
 from polytempo.data.partition import PARTITIONS, Array, Natural, Partitioner
-from polytempo.data.pool import Pool, features, labels, number_of_classes, user_ids
+from polytempo.data.pool import Pool, features, user_ids
 from polytempo.data.shift import SHIFTS, Shift
 from polytempo.data.source import Request
 from polytempo.data.sources import is_path, open_pool
+from polytempo.data.targets import LABELLED, kind_of, number_of_outputs, strata, targets
 
 PartitionSpec = str | Mapping[str, Any] | Partitioner
 ShiftSpec = str | Mapping[str, Any] | Shift
@@ -40,6 +42,10 @@ class Federation:
     So every client's shard is a view, `x[train[i]]` or `x[test[i]]`, and nothing is copied.
 
     x: uint8 images [N, C, H, W], float32 features, or int64 tokens [N, length].
+    y: what the problem is about: labels [N], 0 or 1 [N, labels], numbers [N] or [N, outputs], or
+        tokens [N, length].
+    outputs: how many numbers a model puts out, for each sample or (next-token) for each token.
+    problem: "classification", "multilabel", "regression" or "next-token".
     groups: the true group of each client, where there is one.
     mean, std: per channel, for images; `prepare` applies them.
     partition: how the samples were divided, as a table of settings.
@@ -50,13 +56,14 @@ class Federation:
     y: torch.Tensor
     train: tuple[slice, ...]
     test: tuple[slice, ...]
-    classes: int
+    outputs: int
     groups: Array | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     vocabulary: int | None
     description: str
     partition: Mapping[str, Any]
+    problem: str = "classification"
 
     @cached_property
     def digest(self) -> str:
@@ -92,9 +99,35 @@ class Federation:
         std = torch.tensor(self.std, device=x.device).view(-1, 1, 1)
         return ready.sub_(mean).div_(std)
 
+    @property
+    def labelled(self) -> bool:
+        """Whether samples have labels."""
+        return self.problem in LABELLED
+
+    @property
+    def classes(self) -> int:
+        """Number of labels."""
+        if not self.labelled:
+            raise PolytempoError(
+                f"{self.name} has no labels: it is for {self.problem}, with {self.outputs} outputs"
+            )
+        return self.outputs
+
     def label_counts(self) -> Array:
         """Samples of each label that each client holds, [clients, classes], train and test."""
+        if not self.labelled:
+            raise PolytempoError(
+                f"{self.name} is for {self.problem}, and has no labels to count; use data for "
+                "classification or multilabel"
+            )
         y = self.y.numpy()
+        if self.problem == "multilabel":
+            return np.stack(
+                [
+                    y[train.start : test.stop].sum(axis=0).astype(np.int64)
+                    for train, test in zip(self.train, self.test, strict=True)
+                ]
+            )
         return np.stack(
             [
                 np.bincount(y[train], minlength=self.classes)
@@ -115,6 +148,7 @@ class Federation:
         seed: int = 0,
         data_dir: str | Path | None = None,
         limit: int | None = None,
+        problem: str | None = None,
     ) -> Federation:
         """A named data set, divided among clients. The seed decides everything.
 
@@ -123,13 +157,16 @@ class Federation:
             or `hub:owner/dataset`.
         clients: number of clients; by default all users of the data set, else 20.
         partition: how to divide the samples, such as `iid`, `dirichlet:alpha=0.5` or an object;
-            by default `natural` if the data has users, else `dirichlet:alpha=0.1,balanced=true`.
+            by default `natural` if the data has users, else `dirichlet:alpha=0.1,balanced=true`
+            (for next-token `iid`). By "label" means by the first label of several, by tenths of the
+            first number of a regression; next tokens cannot be divided so.
         shift: `rotation` or `noise`, to make groups of clients see different features.
         test_fraction: share of each client's samples that is set apart for testing.
         data_dir: folder with the data files; by default that of the variable POLYTEMPO_DATA.
         limit: use only that many samples, drawn at random.
+        problem: what the targets in files of your own are for, where it cannot be guessed.
         """
-        pool = open_pool(name, Request(data_dir, clients, seed))
+        pool = open_pool(name, Request(data_dir, clients, seed), problem)
         if isinstance(name, Mapping):
             title = spell(name)
         else:
@@ -151,26 +188,30 @@ class Federation:
         seed: int = 0,
         limit: int | None = None,
         classes: int | None = None,
+        problem: str | None = None,
         length: int = 128,
         vocabulary: int = 32_000,
     ) -> Federation:
         """Pooled samples of your own, divided among clients as by `load`.
 
         x: arrays or tensors as in `from_arrays`, or a list of texts (of which `length` words are
-            kept, and `vocabulary` words known). users: whom each sample belongs to.
+            kept, and `vocabulary` words known). y, problem: as in `from_arrays`.
+        users: whom each sample belongs to.
         """
         found = features(x, name)
         if users is not None:
             users = user_ids(users, len(found), name)
-        known = labels(y, len(found), name, classes)
+        problem = kind_of([(found, y)], classes, problem)
+        known = targets(y, found, name, problem, classes)
         pool = Pool(
             name=name,
             x=found,
             y=known,
-            classes=number_of_classes(known, name, classes),
+            outputs=number_of_outputs(known, found, name, problem, classes),
             users=users,
             length=length,
             vocabulary=vocabulary,
+            problem=problem,
         )
         return cls._divide(pool, name, clients, partition, shift, test_fraction, seed, limit)
 
@@ -183,16 +224,23 @@ class Federation:
         test_fraction: float = 0.25,
         seed: int = 0,
         classes: int | None = None,
+        problem: str | None = None,
     ) -> Federation:
         """Your own clients, each a pair (X, y) of arrays or tensors.
 
         X is uint8 images ([N, C, H, W], [N, H, W] or [N, H, W, C]), float features of any shape,
         integer tokens [N, length], or a list of texts. (X, y, X_test, y_test) brings a test split
         of its own.
+
+        y is labels [N] (classification), 0 or 1 [N, labels] (multilabel), numbers [N] or
+        [N, outputs] (regression), or tokens in the shape of X (next-token; 0 or -100 where nothing
+        is to be predicted). Numbers are used as they are: standardise them if they are large.
+        classes: how many labels or tokens there are; by default as many as occur.
+        problem: one of these four, where it cannot be guessed from y.
         """
         clients = list(clients)
         who = [f"client {number}" for number in range(len(clients))]
-        pool = pool_clients(name, clients, who, classes)
+        pool = pool_clients(name, clients, who, classes, problem)
         return cls._divide(pool, name, None, None, None, test_fraction, seed, None)
 
     @classmethod
@@ -207,14 +255,15 @@ class Federation:
         seed: int = 0,
         limit: int | None = None,
         classes: int | None = None,
+        problem: str | None = None,
     ) -> Federation:
         """Your own .npz files.
 
         Either a folder with one file per client (arrays X and y; with X_test and y_test, these are
         the test split as given), or a single file with X, y and optionally `user`, which is divided
-        as by `load`.
+        as by `load`. The arrays are as in `from_arrays`.
         """
-        pool = read_npz(path, classes)
+        pool = read_npz(path, classes, problem)
         return cls._divide(pool, pool.name, clients, partition, shift, test_fraction, seed, limit)
 
     @classmethod
@@ -231,20 +280,34 @@ class Federation:
     ) -> Federation:
         pool = pool.subset(limit, seed)
         if partition is None:
-            usual = {"name": "dirichlet", "alpha": 0.1, "balanced": True}
+            usual: dict[str, Any] = {"name": "dirichlet", "alpha": 0.1, "balanced": True}
+            if pool.problem == "next-token":
+                usual = {"name": "iid"}
             partition = usual if pool.users is None else "natural"
         divider = PARTITIONS.create(partition)
+        if pool.problem == "next-token" and getattr(divider, "by_label", False):
+            name = PARTITIONS.describe(divider)["name"]
+            raise PolytempoError(
+                f"partition {name} goes by labels, and {title} has none: it is for next-token; use "
+                + ("natural, iid or quantity" if pool.users is not None else "iid or quantity")
+            )
         natural = isinstance(divider, Natural) and pool.users is not None
         if clients is None:
             clients = len(np.unique(pool.users)) if natural else 20  # type: ignore[arg-type]
-        assignment = divider(pool.y, clients, rng(seed, "data", "partition"), pool.users)
+        assignment = divider(
+            strata(pool.y, pool.problem), clients, rng(seed, "data", "partition"), pool.users
+        )
         verify(assignment, clients, len(pool.y))
 
         given = pool.test if natural else None
-        order, train, test = order_clients(assignment, pool.y, given, test_fraction, seed)
+        # Only labels are stratified: bins of numbers would be too small inside one client.
+        labels = pool.y if pool.problem == "classification" else np.zeros(len(pool.y))
+        order, train, test = order_clients(assignment, labels, given, test_fraction, seed)
         groups = true_groups(assignment, pool.groups)
         x, vocabulary = to_tensor(pool, order, train)
         about = [title, f"{clients} clients", spell(PARTITIONS.describe(divider))]
+        if pool.problem != "classification":
+            about.insert(1, pool.problem)
         if shift is not None:
             changer = SHIFTS.create(shift)
             groups = apply_shift(changer, x, train, test, groups, seed)
@@ -258,11 +321,12 @@ class Federation:
             y=torch.from_numpy(pool.y[order]),
             train=train,
             test=test,
-            classes=pool.classes,
+            outputs=pool.outputs,
             groups=groups,
             mean=mean,
             std=std,
             vocabulary=vocabulary,
             description=", ".join(about),
             partition=PARTITIONS.describe(divider),
+            problem=pool.problem,
         )

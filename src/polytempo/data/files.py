@@ -1,4 +1,4 @@
-"""The known data sets that are read from files, and `digits`, which comes with scikit-learn.
+"""The known data sets that are read from files, and two that come with scikit-learn.
 
 Official training and test parts are pooled: a federation is split anew inside each client.
 """
@@ -72,6 +72,28 @@ class Digits(Options):
         x = np.rint(found.images * (255 / 16)).astype(np.uint8)[:, None]
         y = found.target.astype(np.int64)
         return Pool("digits", x, y, self.classes, mean=(0.3053,), std=(0.3760,))
+
+
+@SOURCES.register("diabetes")
+class Diabetes(Options):
+    """Ten measurements of 442 patients, and how far diabetes had progressed a year later.
+
+    Measurements are standardised; the progression (25 to 346) is in hundreds, a scale on which
+    usual learning rates work. To predict the mean throughout is a mean squared error of 0.59.
+    """
+
+    description: ClassVar[str] = "diabetes after a year, 10 features (scikit-learn)"
+    samples: ClassVar[int] = 442
+    problem: ClassVar[str] = "regression"
+    files: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, request: Request) -> Pool:
+        from sklearn.datasets import load_diabetes
+
+        found = load_diabetes(scaled=False)
+        x = (found.data - found.data.mean(axis=0)) / found.data.std(axis=0)
+        y = (found.target / 100).astype(np.float32)
+        return Pool("diabetes", x.astype(np.float32), y, 1, problem=self.problem)
 
 
 @SOURCES.register("cifar10")

@@ -75,7 +75,7 @@ class Hub(Options):
             name=who,
             x=x,
             y=numbers,
-            classes=classes or int(numbers.max()) + 1,
+            outputs=classes or int(numbers.max()) + 1,
             users=users,
             length=self.length,
             vocabulary=self.vocabulary,

@@ -11,43 +11,63 @@ import numpy as np
 
 from polytempo.core.errors import PolytempoError
 from polytempo.data.partition import Array
-from polytempo.data.pool import Pool, features, labels, names, number_of_classes, user_ids
+from polytempo.data.pool import Features, Pool, features, names, user_ids
 from polytempo.data.source import reading
+from polytempo.data.targets import kind_of, number_of_outputs, targets
 
 
 def pool_clients(
-    name: str, clients: Sequence[Sequence[Any]], who: Sequence[str], classes: int | None
+    name: str,
+    clients: Sequence[Sequence[Any]],
+    who: Sequence[str],
+    classes: int | None,
+    problem: str | None = None,
 ) -> Pool:
     """One pool of what each client brings: (X, y), or (X, y, X_test, y_test)."""
     if not clients:
         raise PolytempoError("no clients were given; give at least one pair (X, y)")
-    clients = _number_names(clients, who)
-    parts: list[tuple[Array | list[str], Array, int, bool]] = []
+    _check_pairs(clients, who)
+    if problem in (None, "classification"):
+        clients = _number_names(clients)
+    parts: list[str] = []
+    owners: list[tuple[int, bool]] = []  # whose, and whether it is for testing
+    pairs: list[tuple[Features, Any]] = []
     for number, (client, label) in enumerate(zip(clients, who, strict=True)):
         for at in range(0, len(client), 2):
-            part = label if at == 0 else f"{label}, test"
-            x = features(client[at], part)
-            _same_form(parts[0][0] if parts else x, x, part, who[0])
-            y = labels(client[at + 1], len(x), part, classes)
-            parts.append((x, y, number, at > 0))
-    y = np.concatenate([y for _, y, _, _ in parts])
-    sizes = [len(x) for x, _, _, _ in parts]
+            parts.append(label if at == 0 else f"{label}, test")
+            x = features(client[at], parts[-1])
+            _same_form("samples", pairs[0][0] if pairs else x, x, parts[-1], who[0])
+            owners.append((number, at > 0))
+            pairs.append((x, client[at + 1]))
+    problem = kind_of(pairs, classes, problem)
+    found = [
+        targets(given, x, part, problem, classes)
+        for (x, given), part in zip(pairs, parts, strict=True)
+    ]
+    for y, part in zip(found, parts, strict=True):
+        _same_form("targets", found[0], y, part, who[0])
+    x, y = _join([x for x, _ in pairs]), np.concatenate(found)
+    sizes = [len(x) for x, _ in pairs]
     return Pool(
         name=name,
-        x=_join([x for x, _, _, _ in parts]),
+        x=x,
         y=y,
-        classes=number_of_classes(y, name, classes),
-        users=np.repeat([number for _, _, number, _ in parts], sizes),
-        test=np.repeat([test for _, _, _, test in parts], sizes),
+        outputs=number_of_outputs(y, x, name, problem, classes),
+        users=np.repeat([number for number, _ in owners], sizes),
+        test=np.repeat([test for _, test in owners], sizes),
+        problem=problem,
     )
 
 
-def _number_names(clients: Sequence[Sequence[Any]], who: Sequence[str]) -> list[list[Any]]:
-    """The clients, with labels that are names numbered alike for all of them."""
+def _check_pairs(clients: Sequence[Sequence[Any]], who: Sequence[str]) -> None:
     for client, label in zip(clients, who, strict=True):
         if not isinstance(client, tuple | list) or len(client) not in (2, 4):
             count = f"{len(client)} things" if isinstance(client, tuple | list) else type(client)
             raise PolytempoError(f"{label}: expected (X, y) or (X, y, X_test, y_test), got {count}")
+
+
+def _number_names(clients: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The clients, with labels that are names numbered alike for all of them."""
     named = [[names(y) for y in client[1::2]] for client in clients]
     found = [part for parts in named for part in parts]
     if all(part is None for part in found):
@@ -64,28 +84,28 @@ def _number_names(clients: Sequence[Sequence[Any]], who: Sequence[str]) -> list[
     return numbered
 
 
-def _same_form(first: Array | list[str], x: Array | list[str], who: str, other: str) -> None:
-    def form(x: Array | list[str]) -> str:
+def _same_form(what: str, first: Features, x: Features, who: str, other: str) -> None:
+    def form(x: Features) -> str:
         return "text" if isinstance(x, list) else f"{x.dtype} of shape {x.shape[1:]}"
 
     if form(first) != form(x):
         raise PolytempoError(
-            f"{who}: samples are {form(x)}, but those of {other} are {form(first)}; all clients "
+            f"{who}: {what} are {form(x)}, but those of {other} are {form(first)}; all clients "
             "need the same form"
         )
 
 
-def _join(parts: list[Array | list[str]]) -> Array | list[str]:
+def _join(parts: list[Features]) -> Features:
     if isinstance(parts[0], list):
         return [text for part in parts for text in part]
     return np.concatenate(parts)
 
 
-def read_npz(path: str | Path, classes: int | None = None) -> Pool:
+def read_npz(path: str | Path, classes: int | None = None, problem: str | None = None) -> Pool:
     """The pool in a folder (one .npz per client) or in a single .npz file."""
     path = Path(path).expanduser()
     if path.is_dir():
-        return _read_folder(path, classes)
+        return _read_folder(path, classes, problem)
     if not path.is_file():
         raise PolytempoError(
             f"{path}: no such file or folder; expected an .npz file with X and y, or a folder "
@@ -98,12 +118,14 @@ def read_npz(path: str | Path, classes: int | None = None) -> Pool:
             "name the folder, or join X_test to X"
         )
     x = features(arrays["X"], str(path))
-    y = labels(arrays["y"], len(x), str(path), classes)
     users = user_ids(arrays["user"], len(x), str(path)) if "user" in arrays else None
-    return Pool(path.stem, x, y, number_of_classes(y, str(path), classes), users=users)
+    problem = kind_of([(x, arrays["y"])], classes, problem)
+    y = targets(arrays["y"], x, str(path), problem, classes)
+    outputs = number_of_outputs(y, x, str(path), problem, classes)
+    return Pool(path.stem, x, y, outputs, users=users, problem=problem)
 
 
-def _read_folder(folder: Path, classes: int | None) -> Pool:
+def _read_folder(folder: Path, classes: int | None, problem: str | None) -> Pool:
     files = sorted(folder.glob("*.npz"), key=_by_number)
     if not files:
         raise PolytempoError(
@@ -118,7 +140,7 @@ def _read_folder(folder: Path, classes: int | None) -> Pool:
         if "X_test" in arrays:
             client += [arrays["X_test"], arrays["y_test"]]
         clients.append(client)
-    return pool_clients(folder.name, clients, [str(file) for file in files], classes)
+    return pool_clients(folder.name, clients, [str(file) for file in files], classes, problem)
 
 
 def _read(path: Path) -> dict[str, Array]:

@@ -1,5 +1,7 @@
 """Who holds what: ways to divide a pool of labelled samples among clients.
 
+(Targets that are not labels are binned for this purpose: see `targets.strata`.)
+
 A partitioner is called with the labels and returns, for each client, the positions of its samples.
 Positions are disjoint and no client is empty; all samples are used, except by `natural` when it
 draws only some of the users. Ground truth groups are returned where the partition has them.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,6 +167,8 @@ class Dirichlet(Options):
         default lowered to a tenth of the mean size when that is smaller).
     """
 
+    by_label: ClassVar[bool] = True
+
     alpha: Positive = 0.1
     balanced: bool = False
     min_size: Size | None = None
@@ -193,6 +197,8 @@ class Pathological(Options):
         2 and 3, ...: CIFAR-10 with 100 clients and 2 labels gives five groups of twenty. When the
         labels do not divide evenly, the last group has fewer.
     """
+
+    by_label: ClassVar[bool] = True
 
     labels: Size = 2
     grouped: bool = False
@@ -258,6 +264,8 @@ class LabelGroups(Options):
     alpha: Dirichlet skew among the clients of one group.
     min_size: as for `dirichlet`.
     """
+
+    by_label: ClassVar[bool] = True
 
     proportions: tuple[Positive, ...] = (0.2, 0.2, 0.3, 0.3)
     alpha: Positive = 1.0

@@ -12,15 +12,22 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.data.partition import Array
 
+Features = Array | list[str]
+TOKENS = 2**17  # integers from here on are taken for features that were not converted
+
 
 @dataclass(frozen=True)
 class Pool:
-    """Samples with labels. `users`, `groups` and `test` say something about each sample."""
+    """Samples with targets. `users`, `groups` and `test` say something about each sample.
+
+    outputs: how many numbers a model puts out, for each sample or token.
+    problem: what the targets are for (see `targets`).
+    """
 
     name: str
-    x: Array | list[str]
+    x: Features
     y: Array
-    classes: int
+    outputs: int
     users: Array | None = None
     groups: Array | None = None  # the true group of each sample's user
     test: Array | None = None  # True where the owner of the data has set it apart for testing
@@ -28,6 +35,7 @@ class Pool:
     std: tuple[float, ...] | None = None
     length: int = 128  # words kept of each text
     vocabulary: int = 32_000  # at most, for text
+    problem: str = "classification"
 
     def subset(self, limit: int | None, seed: int) -> Pool:
         """A random subset of at most `limit` samples, in their original order."""
@@ -48,14 +56,14 @@ class Pool:
         )
 
 
-def take(x: Array | list[str], indices: Array) -> Array | list[str]:
+def take(x: Features, indices: Array) -> Features:
     """The samples at these positions, always as a new object."""
     if isinstance(x, list):
         return [x[i] for i in indices]
     return np.asarray(x[indices])
 
 
-def features(given: Any, who: str) -> Array | list[str]:
+def features(given: Any, who: str) -> Features:
     """Samples in one of the forms that a federation holds.
 
     uint8 is images: [N, C, H, W], or [N, H, W] or [N, H, W, C], which are brought into that form.
@@ -118,7 +126,7 @@ def _tokens(x: Array, who: str) -> Array:
             f"{who}: X of type {x.dtype}, shape {x.shape} and minimum {x.min()} is no table of "
             "tokens [samples, length] from 0 up; convert features to float32, images to uint8"
         )
-    if x.max() >= 2**17:
+    if x.max() >= TOKENS:
         raise PolytempoError(
             f"{who}: X of type {x.dtype} would be read as tokens, but holds {x.max()}: convert "
             "features to float32"
@@ -126,9 +134,23 @@ def _tokens(x: Array, who: str) -> Array:
     return x.astype(np.int64)
 
 
+def as_array(given: Any) -> Array:
+    """y as an array; lists that are not of one shape as an array of objects, to be refused."""
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu()
+        # numpy has no bfloat16
+        return np.asarray((given.float() if given.dtype == torch.bfloat16 else given).numpy())
+    try:
+        return np.asarray(given)
+    except ValueError:
+        ragged = np.empty(len(given), dtype=object)
+        ragged[:] = given
+        return ragged
+
+
 def names(given: Any) -> Array | None:
     """Labels that are names, as an array of text; None if they are something else."""
-    found = np.asarray(given) if not isinstance(given, torch.Tensor) else np.zeros(0)
+    found = as_array(given)
     if found.dtype.kind == "O" and found.size and all(isinstance(n, str) for n in found.flat):
         found = found.astype(str)
     if found.dtype.kind == "S":
@@ -168,14 +190,14 @@ def user_ids(given: Any, samples: int, who: str) -> Array:
 
 def labels(given: Any, samples: int, who: str, classes: int | None = None) -> Array:
     """Labels as int64, one per sample, within 0 .. classes - 1. Names are numbered in order."""
-    if isinstance(given, torch.Tensor):
-        given = given.detach().cpu().numpy()
-    y = np.asarray(given)
+    y = as_array(given)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.shape != (samples,):
+        other = "; for targets of another kind, say problem=multilabel, regression or next-token"
         raise PolytempoError(
             f"{who}: y has shape {y.shape}, expected ({samples},), one label for each sample of X"
+            + (other if y.ndim > 1 and len(y) == samples else "")
         )
     if (named := names(y)) is not None:
         y = np.unique(named, return_inverse=True)[1]

@@ -11,7 +11,10 @@ from typing import Any
 
 import polytempo.data.files
 import polytempo.data.hub
-import polytempo.data.synthetic  # noqa: F401  (these three register the sources)
+import polytempo.data.shakespeare
+import polytempo.data.synthetic
+import polytempo.data.synthetic_targets  # noqa: F401  (these five register the sources)
+from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import parse
 from polytempo.data.npz import read_npz
 from polytempo.data.pool import Pool
@@ -28,6 +31,7 @@ class DatasetInfo:
     samples: int | None
     classes: int | None
     where: str
+    problem: str
 
 
 def available(data_dir: str | Path | None = None) -> list[DatasetInfo]:
@@ -54,6 +58,7 @@ def _info(name: str, folder: Path | None) -> DatasetInfo:
         samples=facts.get("samples"),
         classes=facts.get("classes"),
         where=where,
+        problem=facts.get("problem", "classification"),
     )
 
 
@@ -73,15 +78,24 @@ def is_path(name: str | Path) -> bool:
     return name.endswith(".npz") or "/" in name.partition(":")[0] or Path(name).is_dir()
 
 
-def open_pool(name: str | Path | Mapping[str, Any], request: Request) -> Pool:
-    """The samples of the data set that `name` describes."""
+def open_pool(
+    name: str | Path | Mapping[str, Any], request: Request, problem: str | None = None
+) -> Pool:
+    """The samples of the data set that `name` describes; `problem` says what its targets are for,
+    where that is the user's to say."""
     if not isinstance(name, Mapping):
         if is_path(name):
-            return read_npz(name)
+            return read_npz(name, problem=problem)
         name, options = parse(str(name))
         name = {"name": name, **options}
     table = dict(name)
     kind, colon, dataset = str(table.get("name", "")).partition(":")
     if kind == "hub" and colon:
         table = {**table, "name": "hub", "dataset": dataset}
-    return SOURCES.create(table)(request)
+    pool = SOURCES.create(table)(request)
+    if problem not in (None, pool.problem):
+        raise PolytempoError(
+            f"problem={problem!r}, but the targets of {pool.name} are for {pool.problem}; omit it, "
+            "or bring the samples with other targets by Federation.from_pool"
+        )
+    return pool

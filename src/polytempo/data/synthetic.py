@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -15,6 +16,46 @@ from polytempo.data.pool import Pool
 from polytempo.data.source import SOURCES, Request
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def made_up(
+    name: str,
+    request: Request,
+    groups: int,
+    client: Callable[[int, np.random.Generator], tuple[Array, Array]],
+    outputs: int,
+    problem: str = "classification",
+) -> Pool:
+    """The samples of all clients, as users 0, 1, ..., each in one of the groups, which are even in
+    size; `client` makes those of a client from its group and its own random numbers."""
+    clients = 20 if request.clients is None else request.clients
+    if groups > clients:
+        raise PolytempoError(
+            f"{name}: groups={groups} for {clients} clients; use at least as many clients as groups"
+        )
+    member = even_groups(clients, groups, rng(request.seed, "data", name, "groups"))
+    found = [
+        client(group, rng(request.seed, "data", name, "client", number))
+        for number, group in enumerate(member.tolist())
+    ]
+    sizes = [len(y) for _, y in found]
+    return Pool(
+        name=name,
+        x=np.concatenate([x for x, _ in found]),
+        y=np.concatenate([y for _, y in found]),
+        outputs=outputs,
+        users=np.repeat(np.arange(clients), sizes),
+        groups=np.repeat(member, sizes),
+        problem=problem,
+    )
+
+
+def client_size(mean: int, skew: float, random: np.random.Generator) -> int:
+    """A lognormal number of samples, at least 2."""
+    # The mean of the lognormal factor is 1.
+    factor = np.exp(skew * random.standard_normal() - skew**2 / 2)
+    return max(2, round(mean * float(factor)))
 
 
 @SOURCES.register("synthetic")
@@ -33,54 +74,33 @@ class Synthetic(Options):
     description: ClassVar[str] = "Gaussian classes in groups of clients, made from the seed"
     files: ClassVar[tuple[str, ...]] = ()
 
-    groups: Annotated[int, Field(ge=1)] = 4
+    groups: Count = 4
     kind: Literal["labels", "rotation", "permutation", "noise"] = "labels"
     samples: Annotated[int, Field(ge=2)] = 100
-    features: Annotated[int, Field(ge=1)] = 32
+    features: Count = 32
     classes: Annotated[int, Field(ge=2)] = 10
     noise: Amount = 1.0
     skew: Amount = 0.3
 
     def __call__(self, request: Request) -> Pool:
-        return self.generate(20 if request.clients is None else request.clients, request.seed)
-
-    def generate(self, clients: int, seed: int) -> Pool:
-        """The samples of that many clients, as users 0, 1, ..."""
-        if self.groups > clients:
-            raise PolytempoError(
-                f"synthetic: groups={self.groups} for {clients} clients; use at least as many "
-                "clients as groups"
-            )
         if self.kind in ("labels", "permutation") and self.groups > self.classes:
             raise PolytempoError(
                 f"synthetic: kind={self.kind} needs as many classes as groups, got "
                 f"groups={self.groups} and classes={self.classes}; raise classes or lower groups"
             )
-        member = even_groups(clients, self.groups, rng(seed, "data", "synthetic", "groups"))
-        world = rng(seed, "data", "synthetic", "classes")
+        world = rng(request.seed, "data", "synthetic", "classes")
         prototypes = world.standard_normal((self.classes, self.features))
         order = world.permutation(self.classes)
-        made = [
-            self._client(int(member[client]), prototypes, order, seed, client)
-            for client in range(clients)
-        ]
-        sizes = [len(y) for _, y in made]
-        return Pool(
-            name="synthetic",
-            x=np.concatenate([x for x, _ in made]),
-            y=np.concatenate([y for _, y in made]),
-            classes=self.classes,
-            users=np.repeat(np.arange(clients), sizes),
-            groups=np.repeat(member, sizes),
-        )
+
+        def client(group: int, own: np.random.Generator) -> tuple[Array, Array]:
+            return self._client(group, own, prototypes, order, request.seed)
+
+        return made_up("synthetic", request, self.groups, client, self.classes)
 
     def _client(
-        self, group: int, prototypes: Array, order: Array, seed: int, client: int
+        self, group: int, own: np.random.Generator, prototypes: Array, order: Array, seed: int
     ) -> tuple[Array, Array]:
-        own = rng(seed, "data", "synthetic", "client", client)
-        # The mean of the lognormal factor is 1.
-        factor = np.exp(self.skew * own.standard_normal() - self.skew**2 / 2)
-        size = max(2, round(self.samples * float(factor)))
+        size = client_size(self.samples, self.skew, own)
         held = np.arange(self.classes)
         if self.kind == "labels":
             held = np.array_split(order, self.groups)[group]

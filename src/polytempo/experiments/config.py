@@ -22,11 +22,11 @@ from polytempo.core.registry import Registry
 from polytempo.core.schedule import SCHEDULES
 from polytempo.core.strategy import Refill
 from polytempo.core.task import Task
-from polytempo.data import PARTITIONS, SHIFTS
+from polytempo.data import PARTITIONS, SHIFTS, Federation
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.storage import mapped
 from polytempo.strategies import STRATEGIES
-from polytempo.training import BackendName, SolverName
+from polytempo.training import PROBLEMS, BackendName, Problem, SolverName, problem_for
 
 Spec = str | dict[str, Any]
 _REGISTRIES: dict[str, Registry[Any]] = {
@@ -37,6 +37,7 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "network": NETWORKS,
     "dropout": DROPOUTS,
     "optimizer": OPTIMIZERS,
+    "problem": PROBLEMS,
     "lr_schedule": SCHEDULES,
 }
 _TASK = Task()
@@ -79,6 +80,11 @@ class RunConfig(BaseModel):
     )
     model: Spec = Field(
         "auto", description="linear, mlp, lenet, cnn64, textcnn, resnet18, or module:factory"
+    )
+    problem: Spec | None = Field(
+        None,
+        description="what is learned: classification, multilabel, regression, next-token, or "
+        "own:criterion=module:function,measure=module:function (what the data are for)",
     )
     buffers: BufferPolicy = Field(
         "share",
@@ -242,6 +248,10 @@ class RunConfig(BaseModel):
 
     def task(self) -> Task:
         return Task(**{name: getattr(self, name) for name in TASK})
+
+    def problem_on(self, federation: Federation) -> Problem:
+        """What is learned on these data."""
+        return problem_for(federation, self.problem)
 
     def parts(self) -> Parts:
         """What of the model is not simply shared."""

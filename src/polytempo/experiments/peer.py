@@ -27,7 +27,7 @@ from polytempo.network.session import Address
 from polytempo.network.wire import check_name
 from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
-from polytempo.training import AutogradSolver, Learner
+from polytempo.training import AutogradSolver, Learner, Score
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
@@ -85,9 +85,11 @@ def run_peer(
     federation = load_federation(config)
     clients = federation.clients
     client = client_of(id, client, clients)
-    inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
+    inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(config.model, inputs, config.seed)
-    solver = AutogradSolver(module, federation, config.seed, config.parts())
+    solver = AutogradSolver(
+        module, federation, config.seed, config.parts(), problem=config.problem_on(federation)
+    )
     task = config.task()
     strategy.setup(Context(solver.space.read(), federation.samples, task, config.seed))
     target = strategy.iterations(config.rounds)
@@ -97,7 +99,8 @@ def run_peer(
 
     def evaluate(learner: Learner) -> float:
         scores = learner.evaluate(tested)
-        return sum(score.correct for score in scores) / sum(score.total for score in scores)
+        metric = solver.problem.metrics[0]
+        return metric.value(sum(scores, Score({})).sums)
 
     plan = PeerPlan(
         run=run,

@@ -148,16 +148,15 @@ def resume(
 
 def load_federation(config: RunConfig) -> Federation:
     """The clients and their data."""
-    given = {"partition": config.partition} if config.partition is not None else {}
     return Federation.load(
         config.data,
         clients=config.clients,
+        partition=config.partition,
         shift=config.shift,
         test_fraction=config.test_fraction,
         seed=config.seed,
         data_dir=config.data_dir,
         limit=config.limit,
-        **given,
     )
 
 
@@ -181,7 +180,7 @@ def make_simulator(
     config: RunConfig, federation: Federation, model: Model, strategy: Strategy | None = None
 ) -> Engine:
     """The world that the settings describe, at time 0."""
-    inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
+    inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(model, inputs, config.seed)
     strategy = strategy or config.make("strategy")
     world: World = {
@@ -200,6 +199,7 @@ def make_simulator(
             federation,
             config.seed,
             config.parts(),
+            problem=config.problem_on(federation),
             solver=config.solver,
             device=find_device(config.device),
             name=config.backend,

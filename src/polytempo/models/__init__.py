@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from polytempo.models.factory import Model, automatic, build
 from polytempo.models.feedforward import CNN64, MLP, LeNet, Linear
+from polytempo.models.recurrent import GRU
 from polytempo.models.resnet import ResNet18
 from polytempo.models.spec import MODELS, Inputs, ModelSpec
 from polytempo.models.textcnn import TextCNN
 
 __all__ = [
     "CNN64",
+    "GRU",
     "MLP",
     "MODELS",
     "Inputs",

@@ -12,7 +12,7 @@ from torch import nn
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import parse
 from polytempo.core.rng import stream_seed
-from polytempo.models.spec import MODELS, Inputs, ModelSpec
+from polytempo.models.spec import MODELS, Inputs, ModelSpec, for_tokens
 
 Model = str | Mapping[str, Any] | ModelSpec | Callable[..., nn.Module]
 
@@ -44,7 +44,7 @@ def build(model: Model, inputs: Inputs, seed: int) -> nn.Module:
 def automatic(inputs: Inputs) -> str:
     """The model that "auto" stands for."""
     if inputs.vocabulary is not None:
-        return "textcnn"
+        return for_tokens(inputs)
     image = len(inputs.shape) == 3 and min(inputs.shape[1:]) >= 28
     return "lenet" if image else "mlp"
 

@@ -90,17 +90,17 @@ def _convolutional(
         Halve(),
         nn.ReLU(),
         nn.Flatten(),
-        *_dense([filters[1] * cells, *hidden, inputs.classes]),
+        *_dense([filters[1] * cells, *hidden, inputs.outputs]),
     )
 
 
 @MODELS.register("linear")
 class Linear(Options):
-    """Multinomial logistic regression on the flattened sample."""
+    """One layer on the flattened sample: logistic regression, or linear, as the loss has it."""
 
     def build(self, inputs: Inputs) -> nn.Module:
         require_numbers("linear", inputs)
-        return nn.Sequential(nn.Flatten(), *_dense([math.prod(inputs.shape), inputs.classes]))
+        return nn.Sequential(nn.Flatten(), *_dense([math.prod(inputs.shape), inputs.outputs]))
 
 
 @MODELS.register("mlp")
@@ -114,7 +114,7 @@ class MLP(Options):
 
     def build(self, inputs: Inputs) -> nn.Module:
         require_numbers("mlp", inputs)
-        widths = [math.prod(inputs.shape), *self.hidden, inputs.classes]
+        widths = [math.prod(inputs.shape), *self.hidden, inputs.outputs]
         return nn.Sequential(nn.Flatten(), *_dense(widths))
 
 

@@ -61,5 +61,5 @@ class ResNet18(Options):
             layers.append(_Block(before, width, stride, self._norm))
             layers.append(_Block(width, width, 1, self._norm))
             before = width
-        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, inputs.classes))
+        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, inputs.outputs))
         return nn.Sequential(*layers, *head)

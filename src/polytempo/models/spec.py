@@ -16,19 +16,27 @@ class Inputs:
     """What the data demand of a model.
 
     shape:      of one sample: (features,), (channels, height, width), or (length,) for tokens
-    classes:    how many labels there are
+    outputs:    how many numbers the last layer puts out: classes, labels, predicted numbers; for
+                next-token, of every token of a sample
     vocabulary: how many different tokens there are (0 is padding), or None if the data are numbers
+    problem:    "classification", "multilabel", "regression" or "next-token"
     """
 
     shape: tuple[int, ...]
-    classes: int
+    outputs: int
     vocabulary: int | None = None
+    problem: str = "classification"
+
+    @property
+    def classes(self) -> int:
+        """The outputs, by the name that they have in classification."""
+        return self.outputs
 
     def __post_init__(self) -> None:
-        if any(side < 1 for side in self.shape) or self.classes < 1:
+        if any(side < 1 for side in self.shape) or self.outputs < 1:
             raise PolytempoError(
-                f"a model cannot be made for samples of shape {self.shape} and {self.classes} "
-                "classes; both must be positive, so check the data"
+                f"a model cannot be made for samples of shape {self.shape} and {self.outputs} "
+                "outputs; both must be positive, so check the data"
             )
         if self.vocabulary is not None and self.vocabulary < 2:
             raise PolytempoError(
@@ -47,12 +55,17 @@ class ModelSpec(Protocol):
 MODELS: Registry[ModelSpec] = Registry("model")
 
 
+def for_tokens(inputs: Inputs) -> str:
+    """The model for tokens that fits the problem."""
+    return "gru" if inputs.problem == "next-token" else "textcnn"
+
+
 def require_numbers(name: str, inputs: Inputs) -> None:
     """Refuse tokens: a word's number is a name, not a quantity."""
     if inputs.vocabulary is not None:
         raise PolytempoError(
             f"model {name!r} takes numbers, but the data are tokens "
-            f"(vocabulary {inputs.vocabulary}); use 'textcnn'"
+            f"(vocabulary {inputs.vocabulary}); use {for_tokens(inputs)!r}"
         )
 
 

@@ -58,14 +58,14 @@ class _TextCNN(nn.Module):
 
     token_table = "embedding"  # tokens serve for nothing but to look up rows of this layer
 
-    def __init__(self, spec: TextCNN, vocabulary: int, classes: int) -> None:
+    def __init__(self, spec: TextCNN, vocabulary: int, outputs: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, spec.embedding, padding_idx=PADDING)
         self.convolutions = nn.ModuleList(
             nn.Conv1d(spec.embedding, spec.filters, width) for width in spec.widths
         )
         self.dropout = nn.Dropout(spec.dropout)
-        self.output = nn.Linear(len(spec.widths) * spec.filters, classes)
+        self.output = nn.Linear(len(spec.widths) * spec.filters, outputs)
         self.widths = spec.widths
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -109,6 +109,10 @@ class TextCNN(Options):
                 f"model 'textcnn' takes sequences of tokens, but a sample has shape {inputs.shape} "
                 f"and the vocabulary is {inputs.vocabulary}; use 'mlp' or 'linear'"
             )
+        if inputs.problem == "next-token":
+            raise PolytempoError(
+                "model 'textcnn' judges a text as a whole, but the problem is next-token; use 'gru'"
+            )
         if not self.widths:
             raise PolytempoError("model textcnn: widths is empty; give at least one, as in [3,4,5]")
-        return _TextCNN(self, inputs.vocabulary, inputs.classes)
+        return _TextCNN(self, inputs.vocabulary, inputs.outputs)

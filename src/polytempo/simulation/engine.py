@@ -84,6 +84,7 @@ class Engine:
             module, federation, seed, parts, solver="torch", name="serial"
         )
         self.space = self.backend.solver.space
+        self.metric = self.backend.solver.problem.metrics[0]
         self.federation, self.strategy, self.seed = federation, strategy, seed
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always

@@ -30,7 +30,7 @@ def over_clients(scores: Sequence[Score]) -> dict[str, float]:
     tested = [score for score in scores if score.total]  # a client of one sample has no test split
     if not tested:
         raise PolytempoError("no client has a sample to be tested on; use fewer clients")
-    correct = np.array([score.correct for score in tested], dtype=np.float64)
+    correct = np.array([score.sums["correct"] for score in tested], dtype=np.float64)
     total = np.array([score.total for score in tested], dtype=np.float64)
     each = correct / total
     worst = np.sort(each)[: max(1, len(each) // 10)]
@@ -39,7 +39,7 @@ def over_clients(scores: Sequence[Score]) -> dict[str, float]:
         "accuracy_weighted": float(correct.sum() / total.sum()),
         "accuracy_std": float(each.std()),
         "accuracy_worst10": float(worst.mean()),
-        "loss": float(sum(score.loss for score in tested) / total.sum()),
+        "loss": float(sum(score.sums["loss"] for score in tested) / total.sum()),
     }
 
 

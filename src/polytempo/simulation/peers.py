@@ -456,7 +456,7 @@ class PeerSimulator(Engine):
         scores = self._score(clients, self.strategy.models)
         for client, score in zip(clients, scores, strict=True):
             iteration = self.learners[client].iteration
-            accuracy = score.correct / max(1, score.total)
+            accuracy = self.metric.value(score.sums)
             row = {"time": self.time, "peer": client, "iteration": iteration, "accuracy": accuracy}
             self.each.append(row)
         return scores
@@ -465,14 +465,7 @@ class PeerSimulator(Engine):
         """The models of these clients, on their own test samples or on those of all."""
         pairs = zip(clients, models, strict=True)
         found = self.backend.evaluate(self._exam_of(client, model) for client, model in pairs)
-        return [
-            Score(
-                sum(score.correct for score in scores),
-                sum(score.total for score in scores),
-                sum(score.loss for score in scores),
-            )
-            for scores in found
-        ]
+        return [sum(scores, Score({})) for scores in found]
 
     def _exam_of(self, client: int, model: Tensor) -> Exam:
         common = self.strategy.common_test
@@ -485,7 +478,7 @@ class PeerSimulator(Engine):
 
     def _score_fusion(self, client: int, before: Tensor, after: Tensor) -> None:
         old, new = self._score([client, client], [before, after])
-        self.effects[client].append((new.correct - old.correct) / new.total)
+        self.effects[client].append(self.metric.value(new.sums) - self.metric.value(old.sums))
 
     def peers(self) -> list[dict[str, Any]]:
         """Each peer as it stands: its speed, how far it has come, how good it is, and the mean

@@ -2,14 +2,16 @@
 
 from polytempo.training.executors.executor import Backend
 from polytempo.training.factory import BackendName, SolverName, find_device, make_backend
-from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome, Score
+from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
 from polytempo.training.learner import Learner
 from polytempo.training.memory import ClientMemory
+from polytempo.training.problem import PROBLEMS, Metric, Problem, Score, problem_for
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver, Solver
 
 __all__ = [
     "PERSONAL",
+    "PROBLEMS",
     "AutogradSolver",
     "Backend",
     "BackendName",
@@ -17,11 +19,14 @@ __all__ = [
     "Exam",
     "Job",
     "Learner",
+    "Metric",
     "Outcome",
+    "Problem",
     "Score",
     "Session",
     "Solver",
     "SolverName",
     "find_device",
     "make_backend",
+    "problem_for",
 ]

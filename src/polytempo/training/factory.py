@@ -13,6 +13,7 @@ from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.data import Federation
 from polytempo.training.executors.executor import Backend
 from polytempo.training.executors.processes import Processes, cores
+from polytempo.training.problem import Problem, problem_for
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.dense import DenseSolver
 
@@ -26,6 +27,7 @@ def make_backend(
     seed: int,
     parts: Parts = ALL_SHARED,
     *,
+    problem: Problem | None = None,
     solver: SolverName = "auto",
     device: str = "cpu",
     name: BackendName = "auto",
@@ -47,7 +49,9 @@ def make_backend(
 
     The numbers depend on the solver (equal to about 1e-6) and the device, on nothing else.
     """
-    chosen = _solver(module, solver, device)(module, federation, seed, parts, device)
+    problem = problem_for(federation, problem)
+    kind = _solver(module, problem, solver, device)
+    chosen = kind(module, federation, seed, parts, device, problem)
     how = "dense" if isinstance(chosen, DenseSolver) else "torch"
     if name == "serial" and workers not in (None, 1):
         raise PolytempoError(f"backend serial has no workers, got {workers}; use processes")
@@ -69,12 +73,15 @@ def make_backend(
     return Backend(chosen, None, f"{how}, serial")
 
 
-def _solver(module: nn.Module, name: SolverName, device: str) -> type[AutogradSolver]:
-    fits = DenseSolver.fits(module) and device == "cpu"
+def _solver(
+    module: nn.Module, problem: Problem, name: SolverName, device: str
+) -> type[AutogradSolver]:
+    fits = DenseSolver.fits(module, problem) and device == "cpu"
     if name == "dense" and not fits:
         raise PolytempoError(
-            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear) on the "
-            f"CPU, not this {type(module).__name__} on {device}; use --solver torch, or auto"
+            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear) to "
+            f"classify, on the CPU; not this {type(module).__name__} for {problem.name} on "
+            f"{device}: use --solver torch, or auto"
         )
     return DenseSolver if name != "torch" and fits else AutogradSolver
 

@@ -66,12 +66,3 @@ class Exam(NamedTuple):
     params: Tensor
     clients: list[int]
     personal: list[Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class Score:
-    """A model on a client's test split."""
-
-    correct: int
-    total: int
-    loss: float  # summed over the samples

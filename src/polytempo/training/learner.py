@@ -17,7 +17,8 @@ from torch import Tensor
 from polytempo.core.errors import Diverged, PolytempoError
 from polytempo.core.strategy import State
 from polytempo.core.task import Task
-from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome, Score
+from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
+from polytempo.training.problem import Score
 from polytempo.training.solvers.autograd import Solver
 
 

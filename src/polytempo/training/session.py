@@ -107,7 +107,7 @@ class Session:
     def loss(self, model: Tensor) -> float:
         layout = self.solver.space
         layout.load_whole(layout.join(model, self.memory.get(PERSONAL)))
-        return self.solver.score(self.solver.federation.train[self.job.client]).loss
+        return self.solver.score(self.solver.federation.train[self.job.client]).sums["loss"]
 
     @torch.inference_mode()
     def features(self) -> Tensor:
@@ -167,7 +167,7 @@ class Session:
                 grad.zero_()
                 rows = self.rows(self.step)
                 batch = solver.inputs(x[rows])
-                loss = functional.cross_entropy(solver.space.module(batch), y[rows])
+                loss = solver.problem.loss(solver.space.module(batch), y[rows])
                 torch.autograd.backward(loss)
                 with torch.no_grad():
                     task.objective.add_gradient(shared, anchor, shared_grad)

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.training.jobs import Exam, Job, Outcome, Score
+from polytempo.training.jobs import Exam, Job, Outcome
+from polytempo.training.problem import Score
 from polytempo.training.solvers.autograd import Solver
 
 AHEAD = (

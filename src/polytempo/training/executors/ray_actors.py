@@ -28,7 +28,8 @@ from polytempo.core.layout import Parts
 from polytempo.data import Federation
 from polytempo.training.executors.transport import dumps
 from polytempo.training.footprint import peak_memory
-from polytempo.training.jobs import Exam, Job, Score
+from polytempo.training.jobs import Exam, Job
+from polytempo.training.problem import Problem, Score
 from polytempo.training.solvers.autograd import AutogradSolver, Solver
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray is to report nothing to its makers
@@ -72,7 +73,15 @@ class RayPool:
             self._actors: list[Any] = [make() for _ in range(workers)]
             self._shared = ray.put(_copied(solver)), ray.put(_arrays(solver.federation))
             for worker in range(workers):
-                self._ask(worker, "start", type(solver), *self._shared, solver.seed, solver.parts)
+                self._ask(
+                    worker,
+                    "start",
+                    type(solver),
+                    *self._shared,
+                    solver.seed,
+                    solver.parts,
+                    solver.problem,
+                )
             answers = [self._answer(worker) for worker in range(workers)]
             for answer in answers:
                 if isinstance(answer, Exception):
@@ -143,13 +152,14 @@ class _Worker:
         data: Mapping[str, Any],
         seed: int,
         parts: Parts,
+        problem: Problem,
     ) -> str:
         """Returns which node of the cluster this is."""
         torch.set_num_threads(1)
         with warnings.catch_warnings():  # the store is read-only; nobody writes to the data
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             shared = {name: torch.from_numpy(data[name]) for name in ("x", "y")}
-        self.solver = kind(module, Federation(**{**data, **shared}), seed, parts)
+        self.solver = kind(module, Federation(**{**data, **shared}), seed, parts, problem=problem)
         return str(ray.get_runtime_context().get_node_id())
 
     def train(self, jobs: bytes) -> bytes:

@@ -7,18 +7,18 @@ model per client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from polytempo.core.layout import ALL_SHARED, Layout, Parts
 from polytempo.core.rng import stream_seed
 from polytempo.data import Federation
-from polytempo.training.jobs import Exam, Job, Outcome, Score
+from polytempo.training.jobs import Exam, Job, Outcome
+from polytempo.training.problem import Problem, Score, problem_for
 from polytempo.training.session import Session
 from polytempo.training.solvers.vocabulary import Vocabulary
 
@@ -31,6 +31,7 @@ class Solver(Protocol):
 
     space: Layout
     federation: Federation
+    problem: Problem
     group: int  # it pays to do so many jobs together, if they are of one kind
 
     def kind(self, job: Job) -> object: ...
@@ -56,7 +57,9 @@ class AutogradSolver:
         seed: int,
         parts: Parts = ALL_SHARED,
         device: str = "cpu",
+        problem: Problem | None = None,
     ) -> None:
+        self.problem = problem_for(federation, problem)
         self.space = Layout(module, parts, device)
         self.federation, self.seed, self.parts = federation, seed, parts
         self.device = self.space.vector.device
@@ -91,9 +94,17 @@ class AutogradSolver:
             scores.append(self.score(self.federation.test[client]))
         return scores
 
+    @torch.inference_mode()
     def score(self, shard: slice) -> Score:
         """The model that is loaded, on these samples."""
-        return score(self.space.module, *self.samples(shard), self.inputs)
+        x, y = self.samples(shard)
+        self.space.module.eval()
+        found = Score({})
+        for k in range(0, len(y), _EVALUATION_BATCH):
+            part = slice(k, k + _EVALUATION_BATCH)
+            outputs = self.space.module(self.inputs(x[part]))
+            found += Score(self.problem.sums(outputs, y[part]))
+        return found
 
     def samples(self, shard: slice) -> tuple[Tensor, Tensor]:
         """Samples and targets, as they are stored."""
@@ -115,16 +126,3 @@ class AutogradSolver:
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
-
-
-@torch.inference_mode()
-def score(module: nn.Module, x: Tensor, y: Tensor, inputs: Callable[[Tensor], Tensor]) -> Score:
-    """The module on these samples; `inputs` makes a batch of them ready for it."""
-    module.eval()
-    correct, loss = 0, 0.0
-    for part in range(0, len(y), _EVALUATION_BATCH):
-        labels = y[part : part + _EVALUATION_BATCH]
-        logits = module(inputs(x[part : part + _EVALUATION_BATCH]))
-        correct += int((logits.argmax(1) == labels).sum())
-        loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
-    return Score(correct, len(y), loss)

@@ -35,6 +35,7 @@ from polytempo.core.schedule import Constant
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.training.jobs import Job
+from polytempo.training.problem import Classification, Problem
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
 
@@ -80,8 +81,9 @@ class DenseSolver(AutogradSolver):
         seed: int,
         parts: Parts = ALL_SHARED,
         device: str = "cpu",
+        problem: Problem | None = None,
     ) -> None:
-        super().__init__(module, federation, seed, parts, device)
+        super().__init__(module, federation, seed, parts, device, problem)
         self._features, *self._widths = _widths(module)
         self.group = max(1, min(_MOST, _TOGETHER // self.space.trainable))
         places = {id(parameter): place for parameter, place in self.space.trained}
@@ -89,9 +91,10 @@ class DenseSolver(AutogradSolver):
         self._grams: OrderedDict[int, Tensor] = OrderedDict()
 
     @staticmethod
-    def fits(module: nn.Module) -> bool:
+    def fits(module: nn.Module, problem: Problem) -> bool:
         """Whether this is a stack that can be trained here."""
-        return bool(_widths(module)) and all(p.requires_grad for p in module.parameters())
+        trained = all(p.requires_grad for p in module.parameters())
+        return type(problem) is Classification and bool(_widths(module)) and trained
 
     def kind(self, job: Job) -> object:
         """Jobs with the same task, and matrices of the same shape, can be done together."""
