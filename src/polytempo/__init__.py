@@ -3,18 +3,49 @@
 import polytempo as pt
 fed = pt.Federation.load("digits", clients=20, partition=pt.partition.Dirichlet(0.1), seed=0)
 result = pt.simulate(fed, model="mlp", strategy=pt.strategies.PACE(), rounds=400)
+
+Names are loaded when they are first used, so that importing the package takes no time and a part
+of it (`polytempo.core`) does not load the rest.
 """
 
-from polytempo import strategies
-from polytempo.core.errors import PolytempoError, Refused
-from polytempo.core.messages import Dispatch, InFlight, Staleness, Stop, Update
-from polytempo.core.server import Server
-from polytempo.core.strategy import STRATEGIES, Context, Strategy
-from polytempo.core.task import Plain, Proximal, Pull, Task
-from polytempo.data import Federation, partition
-from polytempo.experiments.result import RunResult
-from polytempo.experiments.run import simulate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # what type checkers and editors see
+    from polytempo import strategies
+    from polytempo.core.errors import PolytempoError, Refused
+    from polytempo.core.messages import Dispatch, InFlight, Staleness, Stop, Update
+    from polytempo.core.server import Server
+    from polytempo.core.strategy import Context, Strategy
+    from polytempo.core.task import Plain, Proximal, Pull, Task
+    from polytempo.data import Federation, partition
+    from polytempo.experiments.result import RunResult
+    from polytempo.experiments.run import simulate
+    from polytempo.strategies import STRATEGIES
+
+# To offer another name, add it to the imports above, to this table and to __all__.
+_HOME = {  # where each name lives; a module that is offered itself is its own home
+    "STRATEGIES": "polytempo.strategies",
+    "Context": "polytempo.core.strategy",
+    "Dispatch": "polytempo.core.messages",
+    "Federation": "polytempo.data.federation",
+    "InFlight": "polytempo.core.messages",
+    "Plain": "polytempo.core.task",
+    "PolytempoError": "polytempo.core.errors",
+    "Proximal": "polytempo.core.task",
+    "Pull": "polytempo.core.task",
+    "Refused": "polytempo.core.errors",
+    "RunResult": "polytempo.experiments.result",
+    "Server": "polytempo.core.server",
+    "Staleness": "polytempo.core.messages",
+    "Stop": "polytempo.core.messages",
+    "Strategy": "polytempo.core.strategy",
+    "Task": "polytempo.core.task",
+    "Update": "polytempo.core.messages",
+    "partition": "polytempo.data.partition",
+    "simulate": "polytempo.experiments.run",
+    "strategies": "polytempo.strategies",
+}
 __all__ = [
     "STRATEGIES",
     "Context",
@@ -37,3 +68,18 @@ __all__ = [
     "simulate",
     "strategies",
 ]
+
+if not TYPE_CHECKING:  # to a type checker this would be every name there is
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            raise AttributeError(f"module 'polytempo' has no attribute {name!r}")
+        module = import_module(home)
+        found = module if home.endswith(f".{name}") else getattr(module, name)
+        globals()[name] = found  # from now on it is an attribute like any other
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
