@@ -30,9 +30,9 @@ COLUMNS = (
     *("accuracy_worst10", "loss", "accuracy_adapted", "dispatch", "upload", "multicast"),
 )
 SOLVERS: dict[str, dict[str, Any]] = {
-    "torch": {"backend": "serial"},
-    "dense": {"backend": "batched", "workers": 1},
-    "processes": {"backend": "processes", "workers": 2},
+    "torch": {"solver": "torch", "backend": "serial"},
+    "dense": {"solver": "dense", "backend": "serial"},
+    "processes": {"solver": "torch", "backend": "processes", "workers": 2},
 }
 DATA: dict[str, dict[str, Any]] = {
     "digits": {"model": "mlp", "lr": 0.05},

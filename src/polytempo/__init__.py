@@ -15,9 +15,10 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo import strategies
     from polytempo.core.errors import PolytempoError, Refused
     from polytempo.core.messages import Dispatch, InFlight, Staleness, Stop, Update
+    from polytempo.core.objective import Plain, Proximal, Pull
     from polytempo.core.server import Server
     from polytempo.core.strategy import Context, Strategy
-    from polytempo.core.task import Plain, Proximal, Pull, Task
+    from polytempo.core.task import Task
     from polytempo.data import Federation, partition
     from polytempo.experiments.result import RunResult
     from polytempo.experiments.run import simulate
@@ -30,10 +31,10 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "Dispatch": "polytempo.core.messages",
     "Federation": "polytempo.data.federation",
     "InFlight": "polytempo.core.messages",
-    "Plain": "polytempo.core.task",
+    "Plain": "polytempo.core.objective",
     "PolytempoError": "polytempo.core.errors",
-    "Proximal": "polytempo.core.task",
-    "Pull": "polytempo.core.task",
+    "Proximal": "polytempo.core.objective",
+    "Pull": "polytempo.core.objective",
     "Refused": "polytempo.core.errors",
     "RunResult": "polytempo.experiments.result",
     "Server": "polytempo.core.server",

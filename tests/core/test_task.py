@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from polytempo.core.objective import Plain, Proximal, Pull
 from polytempo.core.rng import rng
-from polytempo.core.task import Plain, Proximal, Pull, Task
+from polytempo.core.task import Task
 
 SIZE = 6
 

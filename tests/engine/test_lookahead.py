@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import STRATEGIES, Federation, Strategy, Task
-from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.core.events import Evaluate, Event, as_dict
+from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave
 from polytempo.simulation.metrics import over_clients
@@ -122,7 +123,7 @@ def backend_of(fed: Federation, name: str, workers: int | None = None) -> Backen
 
 def whole_run(fed: Federation, world: World, backend: Backend, rounds: int = ROUNDS) -> Run:
     simulation, log, before = simulator(fed, world, backend), [], backend.wasted
-    simulation.observers.append(log.append)
+    simulation.observers.append(lambda event: log.append(as_dict(event)))
     assert simulation.run(rounds)
     assert simulation.server.round == rounds
     assert world.happens <= {event["event"] for event in log}
@@ -220,15 +221,15 @@ def run_in_pieces(
     log: list[dict] = []
     for piece in range(1000):
         simulation = simulator(fed, world, backends[piece % len(backends)]())
-        simulation.observers.append(log.append)
+        simulation.observers.append(lambda event: log.append(as_dict(event)))
         if piece:
-            restore(simulation, load_state(path))
+            simulation.load_state_dict(load_state(path))
         ended = simulation.run(ROUNDS, stop=after(8 + piece % 2))
         give_up(simulation)
         if ended:
             assert piece >= 2
             return Run(simulation.fingerprint, simulation.history, log, models_of(simulation))
-        save_state(path, snapshot(simulation))
+        save_state(path, simulation.state_dict())
     raise AssertionError("the run does not end")
 
 
@@ -260,7 +261,7 @@ def test_the_same_simulation_can_be_run_on_and_on(small):
     """Workers come and go with every call; what they had begun is not lost or mixed up."""
     whole = serial_run(small, "pace")
     simulation, log = simulator(small, WORLDS["pace"], backend_of(small, "processes", 2)), []
-    simulation.observers.append(log.append)
+    simulation.observers.append(lambda event: log.append(as_dict(event)))
     others, times = len(mp.active_children()), 0
     while not simulation.run(ROUNDS, stop=after(12)):
         assert len(mp.active_children()) == others
@@ -388,7 +389,7 @@ def test_workers_train_ahead_in_the_order_in_which_updates_are_due(small):
 
     world = WORLDS["fedavg"]
     simulation, log = simulator(small, world, Backend(solver, start), adapt_epochs=0), []
-    simulation.observers.append(log.append)
+    simulation.observers.append(lambda event: log.append(as_dict(event)))
     simulation.run(30)
     uploads = [event["dispatch"] for event in of_kind(log, "upload")]
     begun = [job.stream[3] for job in pools[0].jobs]
@@ -421,7 +422,7 @@ def test_only_clients_whose_model_has_changed_are_evaluated(small):
     world = WORLDS["standalone"]
     simulation = simulator(small, world, backend, adapt_epochs=0, eval_every=3)
     log: list[dict] = []
-    simulation.observers.append(log.append)
+    simulation.observers.append(lambda event: log.append(as_dict(event)))
     simulation.run(30)
     since: set[int] = set(range(8))
     expected = []
@@ -454,15 +455,15 @@ def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, n
     )
     fresh, seen = AutogradSolver(module(), small, 0), []
 
-    def compare(event: dict) -> None:
-        if event["event"] == "evaluate":
+    def compare(event: Event) -> None:
+        if isinstance(event, Evaluate):
             scores = [
                 fresh.evaluate(simulation.strategy.model_for(client), [client])[0]
                 for client in range(8)
             ]
             row = simulation.history[-1]
             assert row | over_clients(scores) == row
-            seen.append(event["loss"])
+            seen.append(event.loss)
 
     simulation.observers.append(compare)
     simulation.run(60)
@@ -473,10 +474,10 @@ def test_a_run_that_goes_on_from_a_checkpoint_does_not_trust_old_scores(small, t
     world = WORLDS["standalone"]
     first = simulator(small, world, Watched(small), adapt_epochs=0, eval_every=1)
     first.run(10)
-    save_state(tmp_path / "state", snapshot(first))
+    save_state(tmp_path / "state", first.state_dict())
     second = simulator(small, world, Watched(small), adapt_epochs=0, eval_every=1)
     second.run(3)  # has scores of its own by now
-    restore(second, load_state(tmp_path / "state"))
+    second.load_state_dict(load_state(tmp_path / "state"))
     second.run(14)
     first.run(14)
     assert first.fingerprint == second.fingerprint

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from polytempo import Federation, Task
-from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.core.events import as_dict
+from polytempo.simulation import Simulator
 from polytempo.simulation.dropout import DROPOUTS
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
@@ -39,7 +40,7 @@ def world(fed: Federation, strategy: str, dropout: str, **options) -> tuple[Simu
         **given,
     )
     log: list[dict] = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     return simulator, log
 
 
@@ -122,9 +123,9 @@ def test_a_run_with_newcomers_goes_on_where_it_stopped(fed, spec, tmp_path):
     for stop in (7, 13):
         first, _ = world(fed, spec, "join:round=12,share=0.25")
         first.run(ROUNDS, stop=lambda world=first, at=stop: world.server.round >= at)
-        save_state(tmp_path / f"{stop}", snapshot(first))
+        save_state(tmp_path / f"{stop}", first.state_dict())
         second, _ = world(fed, spec, "join:round=12,share=0.25")
-        restore(second, load_state(tmp_path / f"{stop}"))
+        second.load_state_dict(load_state(tmp_path / f"{stop}"))
         second.run(ROUNDS)
         assert second.history == straight.history
         assert second.fingerprint == straight.fingerprint

@@ -12,7 +12,9 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Update
 from polytempo.core.errors import Diverged
-from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.core.events import Multicast, as_dict
+from polytempo.core.optimizer import Sgd
+from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
 from polytempo.strategies import (
@@ -53,7 +55,7 @@ def make(fed: Federation, strategy: Strategy, **options) -> tuple[Simulator, lis
     defaults = {"task": TASK, "adapt_epochs": 0, "eval_every": 10_000, "check": True}
     simulator = Simulator(fed, module(), strategy, **(defaults | options))
     log: list[dict] = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     return simulator, log
 
 
@@ -204,7 +206,7 @@ def test_multicast_swaps_the_model_in_and_keeps_the_steps_left(small):
     simulator.observers.append(
         lambda e: (
             fresh.setdefault("model", strategy.model_for(1).clone())
-            if e["event"] == "multicast"
+            if isinstance(e, Multicast)
             else None
         )
     )
@@ -327,7 +329,7 @@ def test_who_leaves_with_a_version_does_so_after_a_checkpoint_too(small):
     whole.run(40)
     for pause in (5, 20):  # before and after they leave
         first.run(pause)
-        restore(second, snapshot(first))
+        second.load_state_dict(first.state_dict())
         second.run(40)
         assert (second.time, second.server.members) == (whole.time, whole.server.members)
         assert torch.equal(second.strategy.model_for(0), whole.strategy.model_for(0))
@@ -475,10 +477,10 @@ def test_checkpoint_keeps_anchors_and_bases(small, name):
     for _ in range(1_000):
         part, events = make(small, STRATEGIES.create(name), **options)
         if state is not None:
-            restore(part, state)
+            part.load_state_dict(state)
         steps = iter([False] * 10)
         finished = part.run(40, stop=lambda steps=steps: next(steps, True))
-        state = deepcopy(snapshot(part))
+        state = deepcopy(part.state_dict())
         pieces += events
         if finished:
             break
@@ -505,7 +507,7 @@ def test_divergence_is_a_clear_error(small):
 @pytest.mark.parametrize("lr", [1e20, 1e25, 1e30, 1e38])
 def test_training_that_diverges_without_reaching_infinity_is_the_same_error(small, strategy, lr):
     """One step: what is uploaded is finite, but its square need not be."""
-    task = Task(steps=1, lr=lr, momentum=0.0, weight_decay=0.0)
+    task = Task(steps=1, lr=lr, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     simulator, _ = make(small, STRATEGIES.create(strategy), task=task)
     with pytest.raises(Diverged, match=r"round \d.*(diverged; lower the|served client \d a model)"):
         simulator.run(200)
@@ -526,11 +528,11 @@ def test_checkpoint_keeps_multicasts_on_their_way(small):
     for _ in range(10_000):
         part, events = make(small, PACE(omega=15), **options)
         if state is not None:
-            restore(part, state)
+            part.load_state_dict(state)
         steps = iter([False])
         finished = part.run(40, stop=lambda steps=steps: next(steps, True))
         in_transit += bool(part.transit)
-        state = snapshot(part)
+        state = part.state_dict()
         pieces += events
         if finished:
             break
@@ -565,10 +567,10 @@ def test_checkpoint_keeps_urgent_requests_beside_multicasts(small):
     for _ in range(10_000):
         part, events = make(small, shared, **options)
         if state is not None:
-            restore(part, state)
+            part.load_state_dict(state)
         steps = iter([False])
         finished = part.run(6, stop=lambda steps=steps: next(steps, True))
-        state = snapshot(part)
+        state = part.state_dict()
         pieces += events
         if finished:
             break

@@ -14,6 +14,7 @@ import pytest
 
 from polytempo import cli
 from polytempo.cli.progress import RunProgress
+from polytempo.core.events import Event
 from polytempo.experiments import compare, result
 
 
@@ -97,10 +98,10 @@ def interrupt() -> Iterator[Callable[..., None]]:
     function that says of an event whether it is the one."""
     usual = RunProgress.watch
 
-    def arm(at: int | Callable[[dict[str, Any]], bool], number: int = signal.SIGINT) -> None:
-        def attach(simulator: object, rounds: int) -> Callable[[dict[str, Any]], None]:
-            def observe(event: dict[str, Any]) -> None:
-                if at(event) if callable(at) else event["n"] == at:
+    def arm(at: int | Callable[[Event], bool], number: int = signal.SIGINT) -> None:
+        def attach(simulator: object, rounds: int) -> Callable[[Event], None]:
+            def observe(event: Event) -> None:
+                if at(event) if callable(at) else event.n == at:
                     RunProgress.watch = usual
                     signal.raise_signal(number)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from polytempo.core.events import Evaluate
 from polytempo.experiments import compare as module
 from polytempo.experiments.config import read_config
 
@@ -201,7 +202,7 @@ def test_an_interrupted_comparison_goes_on(polytempo, interrupt, tmp_path):
 
 def test_an_interrupt_in_the_last_evaluation_of_a_run_is_not_lost(polytempo, interrupt, tmp_path):
     """The run is finished by then: the comparison must stop all the same."""
-    interrupt(lambda event: event["event"] == "evaluate" and event["round"] == 10)
+    interrupt(lambda event: isinstance(event, Evaluate) and event.round == 10)
     outcome = polytempo("compare", "pace", "fedavg", *TINY, "-o", tmp_path)
     assert outcome.code == 130
     assert not (tmp_path / "fedavg").exists()

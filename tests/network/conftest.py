@@ -7,7 +7,7 @@ import torch
 from nearby import free_ports
 from torch import nn
 
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import Wire
@@ -23,7 +23,7 @@ class Place:
     links: list = field(default_factory=list)
 
     def wire(self, run="test"):
-        return Wire(run, ParameterSpace(nn.Linear(self.size - 1, 1)))
+        return Wire(run, Layout(nn.Linear(self.size - 1, 1)))
 
     def enter(self, name, decision="always", incarnation=1, connect=0, **options):
         """A peer that listens on the next port and calls another (the first, unless it is said

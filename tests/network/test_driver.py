@@ -7,7 +7,7 @@ import torch
 from nearby import free_ports, wait_until
 from torch import nn
 
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 from polytempo.core.task import Task
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
@@ -18,7 +18,7 @@ from polytempo.training import Learner, Schedule
 
 def driver(folder, name, address, target=60, decision="never", watch=lambda event: None, **plan):
     torch.manual_seed(0)
-    space = ParameterSpace(nn.Linear(4, 3))
+    space = Layout(nn.Linear(4, 3))
     draws = torch.Generator().manual_seed(len(name))
     x, y = torch.randn(40, 4, generator=draws), torch.randint(3, (40,), generator=draws)
     learner = Learner(

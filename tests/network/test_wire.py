@@ -11,11 +11,11 @@ from nearby import wait_until
 from torch import nn
 
 from polytempo.core.errors import PolytempoError, Refused
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 from polytempo.network.wire import MOST_HEADER, Wire, check_name
 from polytempo.nodes import Identity, Pending, Snapshot, Token
 
-WIRE = Wire("test", ParameterSpace(nn.Linear(11, 1)))
+WIRE = Wire("test", Layout(nn.Linear(11, 1)))
 ANN, TICKET = Identity("ann", 3), Token("bob", 5, 7)
 PARAMS = torch.linspace(-1, 1, 12)
 HEADER, WEIGHTS = WIRE.write(ANN, TICKET, Snapshot(PARAMS, 0.25, 40))

@@ -1,31 +1,31 @@
 """The invariant checker: silent on a right history, loud on every kind of wrong one."""
 
-from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 
+from polytempo.core.events import KINDS, Event
 from polytempo.simulation.checks import Checker, InvariantError
 
 SLOTS = 2
 
 
-def event(kind, time, client, dispatch=None, round=0, version=0, **details) -> dict:
-    found = {"time": time, "event": kind, "round": round, "version": version, **details}
+def event(kind, time, client, dispatch=None, round=0, version=0, **details) -> Event:
     if client is not None:
-        found["client"] = client
+        details["client"] = client
     if dispatch is not None:
-        found["dispatch"] = dispatch
-    return found
+        details["dispatch"] = dispatch
+    return KINDS[kind](n=-1, time=time, round=round, version=version, **details)
 
 
-def numbered(events: list[dict]) -> list[dict]:
-    return [{"n": n, **e} for n, e in enumerate(events)]
+def numbered(events: list[Event]) -> list[Event]:
+    return [replace(e, n=n) for n, e in enumerate(events)]
 
 
 # Two slots, three clients; the served model changes with every update but the second.
 HISTORY = numbered(
     [
-        event("evaluate", 0.0, None, accuracy=0.1),  # 0
+        event("evaluate", 0.0, None, accuracy=0.1, loss=2.3),  # 0
         event("dispatch", 0.0, 0, 0),  # 1
         event("dispatch", 0.0, 1, 1),  # 2
         event("upload", 1.0, 0, 0, 1, 1, staleness=0, versions=0),  # 3
@@ -51,36 +51,32 @@ HISTORY = numbered(
 )
 
 
-def check(events: list[dict], slots: int = SLOTS) -> None:
+def check(events: list[Event], slots: int = SLOTS) -> None:
     checker = Checker(slots)
     for e in events:
-        checker(e)
+        checker.happened(e)
 
 
-def broken_at(events: list[dict], index: int, why: str, slots: int = SLOTS) -> None:
+def broken_at(events: list[Event], index: int, why: str, slots: int = SLOTS) -> None:
     """The checker accepts everything before `index` and refuses that one."""
     checker = Checker(slots)
     for e in events[:index]:
-        checker(e)
+        checker.happened(e)
     with pytest.raises(InvariantError, match=why) as error:
-        checker(events[index])
+        checker.happened(events[index])
     assert repr(events[index]) in str(error.value)  # the message shows the event
 
 
-def changed(index: int, **changes) -> list[dict]:
-    events = deepcopy(HISTORY)
-    events[index] |= changes
-    return events
+def changed(index: int, **changes) -> list[Event]:
+    return [*HISTORY[:index], replace(HISTORY[index], **changes), *HISTORY[index + 1 :]]
 
 
-def inserted(index: int, extra: dict) -> list[dict]:
-    events = [{k: v for k, v in e.items() if k != "n"} for e in HISTORY]
-    return numbered([*events[:index], extra, *events[index:]])
+def inserted(index: int, extra: Event) -> list[Event]:
+    return numbered([*HISTORY[:index], extra, *HISTORY[index:]])
 
 
-def without(index: int) -> list[dict]:
-    events = [{k: v for k, v in e.items() if k != "n"} for e in HISTORY]
-    return numbered(events[:index] + events[index + 1 :])
+def without(index: int) -> list[Event]:
+    return numbered(HISTORY[:index] + HISTORY[index + 1 :])
 
 
 def test_a_right_history_passes():
@@ -119,7 +115,8 @@ def test_slots_are_not_exceeded():
 
 
 def test_a_multicast_takes_no_slot():
-    check(inserted(5, event("multicast", 1.0, 1, 9, 1, 1))[:7])
+    second = [event("multicast", 1.0, 1, 3, 1, 1), event("dispatch", 1.0, 2, 4, 1, 1)]
+    check(numbered([*HISTORY[:5], *second]))
 
 
 def test_a_client_is_not_started_twice():
@@ -215,13 +212,13 @@ def test_staleness_after_a_restart_counts_from_the_multicast():
 @pytest.mark.parametrize("index", [0, 1, 4, 6, 13, 14, 16, 21])
 @pytest.mark.parametrize("off", [-1, 1])
 def test_rounds_count_uploads_and_nothing_else(index, off):
-    right = HISTORY[index]["round"]
+    right = HISTORY[index].round
     broken_at(changed(index, round=right + off), index, f"{right} updates were folded")
 
 
 @pytest.mark.parametrize("index", [3, 11, 20])
 def test_an_upload_is_a_round(index):
-    right = HISTORY[index]["round"]
+    right = HISTORY[index].round
     broken_at(changed(index, round=right - 1), index, f"{right} updates were folded")
 
 

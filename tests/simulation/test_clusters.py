@@ -1,6 +1,7 @@
 """How well clusters are found, and what is kept of them."""
 
 from itertools import combinations
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo import Federation, Staleness, Task, Update, simulate
+from polytempo.core.events import Upload
 from polytempo.core.strategy import Context
-from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation import Simulator
 from polytempo.simulation.clusters import MATRICES, Clusters, adjusted_rand, purity
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import FedAsync
@@ -88,6 +90,10 @@ def world(every: int = 3) -> Simulator:
     )
 
 
+def clusters(simulator: Simulator) -> Clusters:
+    return simulator.extensions["clusters"]
+
+
 def test_every_evaluation_says_how_well_clusters_are_found():
     simulator = world()
     simulator.run(24)
@@ -103,12 +109,12 @@ def test_changes_are_dated_and_lead_to_the_present():
     simulator, seen = world(), []
 
     def watch(event):
-        if event["event"] == "upload":
-            seen.append((event["round"], event["time"], simulator.strategy.clusters()))
+        if isinstance(event, Upload):
+            seen.append((event.round, event.time, simulator.strategy.clusters()))
 
     simulator.observers.append(watch)
     simulator.run(24)
-    changes = simulator.clusters.changes
+    changes = clusters(simulator).changes
     for round_, time, expected in seen:
         now = np.full(6, -1)
         for at, when, client, cluster in changes:
@@ -125,9 +131,11 @@ def test_a_bounded_number_of_matrices_is_kept_spread_over_the_run():
             return np.eye(3)
 
     for evaluations in (1, MATRICES, MATRICES + 1, 50, 1000):
-        kept = Clusters(Always(), None)
+        run = SimpleNamespace(strategy=Always(), federation=SimpleNamespace(groups=None))
+        kept = Clusters(run)
         for number in range(evaluations):
-            kept.keep_similarity(number, float(number))
+            run.round, run.time = number, float(number)
+            kept.evaluated({})
         rounds = [round_ for round_, _, _ in kept.matrices]
         assert len(rounds) <= MATRICES and len(rounds) >= min(evaluations, MATRICES // 2)
         assert rounds[0] == 0
@@ -140,15 +148,15 @@ def test_a_run_goes_on_with_what_it_kept(tmp_path):
     straight.run(20)
     first = world()
     first.run(9)
-    save_state(tmp_path / "state", snapshot(first))
+    save_state(tmp_path / "state", first.state_dict())
     second = world()
-    restore(second, load_state(tmp_path / "state"))
+    second.load_state_dict(load_state(tmp_path / "state"))
     second.run(20)
     assert second.history == straight.history
     assert second.fingerprint == straight.fingerprint
-    assert second.clusters.changes == straight.clusters.changes
-    assert [m[0] for m in second.clusters.matrices] == [m[0] for m in straight.clusters.matrices]
-    for one, other in zip(second.clusters.matrices, straight.clusters.matrices, strict=True):
+    assert clusters(second).changes == clusters(straight).changes
+    assert [m[0] for m in clusters(second).matrices] == [m[0] for m in clusters(straight).matrices]
+    for one, other in zip(clusters(second).matrices, clusters(straight).matrices, strict=True):
         assert np.array_equal(one[2], other[2])
 
 
@@ -157,7 +165,7 @@ def test_strategies_without_clusters_have_no_such_columns():
     simulator = Simulator(fed, nn.Linear(5, 4), FedAsync(), slots=3, adapt_epochs=0)
     simulator.run(4)
     assert not {"clusters", "cluster_purity", "cluster_ari"} & set(simulator.history[-1])
-    assert simulator.clusters.changes == [] and simulator.clusters.matrices == []
+    assert clusters(simulator).changes == [] and clusters(simulator).matrices == []
 
 
 def test_casa_finds_the_true_groups_among_stragglers():

@@ -7,11 +7,14 @@ from torch import nn
 
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.events import Dispatch, Upload
+from polytempo.core.layout import Layout
+from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.core.task import Task
-from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
+from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
 from polytempo.training import Backend, Outcome, Score
@@ -29,7 +32,7 @@ class Quadratic:
     def __init__(self, noise: float) -> None:
         module = nn.Linear(SIZE, 1, bias=False)
         nn.init.constant_(module.weight, 0.7)
-        self.space = ParameterSpace(module)
+        self.space = Layout(module)
         self.noise = noise
 
     def kind(self, job):
@@ -67,7 +70,7 @@ def federation() -> pt.Federation:
 
 def simulator(strategy, noise=0.0, steps=1, every=1, **options) -> Simulator:
     solver = Quadratic(noise)
-    task = Task(steps=steps, batch_size=5, lr=RATE, momentum=0.0, weight_decay=0.0)
+    task = Task(steps=steps, batch_size=5, lr=RATE, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     return Simulator(
         federation(),
         solver.space.module,
@@ -82,16 +85,20 @@ def simulator(strategy, noise=0.0, steps=1, every=1, **options) -> Simulator:
     )
 
 
+def diagnosis(run: Simulator) -> Diagnosis:
+    return run.extensions["diagnosis"]
+
+
 def test_bias_and_delay_of_single_updates_by_hand():
     """FedBuff with a buffer of one: u is the sender's gradient at the model that it was sent."""
     run = simulator("fedbuff:buffer_size=1,weighting=constant", slots=3)
     held, models = {}, []
 
     def watch(event):
-        if event["event"] == "dispatch":
-            held[event["client"]] = run.strategy.model_for(0).double()
-        elif event["event"] == "upload":
-            models.append((event["client"], held[event["client"]].clone()))
+        if isinstance(event, Dispatch):
+            held[event.client] = run.strategy.model_for(0).double()
+        elif isinstance(event, Upload):
+            models.append((event.client, held[event.client].clone()))
 
     run.observers.append(watch)
     run.run(1)
@@ -100,8 +107,8 @@ def test_bias_and_delay_of_single_updates_by_hand():
     stale = {client: w0 for client in range(CLIENTS)}
     w = w0
     run.run(40)
-    assert [row["round"] for row in run.diagnosis.rows] == list(range(1, 41))
-    for row, (client, received) in zip(run.diagnosis.rows, models, strict=True):
+    assert [row["round"] for row in diagnosis(run).rows] == list(range(1, 41))
+    for row, (client, received) in zip(diagnosis(run).rows, models, strict=True):
         stale[client] = received
         u = received - centres[client]
         mean = torch.stack([stale[i] - centres[i] for i in range(CLIENTS)]).mean(0)
@@ -116,7 +123,7 @@ def test_bias_and_delay_of_single_updates_by_hand():
         assert row["step"] == pytest.approx(RATE)
         w = w - RATE * u
     counts = np.bincount([client for client, _ in models], minlength=CLIENTS)
-    np.testing.assert_allclose(run.diagnosis.influence, counts / counts.sum(), atol=1e-12)
+    np.testing.assert_allclose(diagnosis(run).influence, counts / counts.sum(), atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["ace", "ace-incremental"])
@@ -126,37 +133,37 @@ def test_all_clients_in_every_step_leave_no_bias(name):
     buffered = simulator("fedbuff:buffer_size=2", slots=4)
     ace.run(120)
     buffered.run(120)
-    assert len(ace.diagnosis.rows) > 50
-    assert all(row["bias"] < 1e-9 for row in ace.diagnosis.rows)
-    assert all(row["noise"] > 1e-4 for row in ace.diagnosis.rows)
-    assert all(row["step"] == pytest.approx(0.05) for row in ace.diagnosis.rows)
-    np.testing.assert_allclose(ace.diagnosis.influence, np.full(CLIENTS, 1 / CLIENTS))
-    assert min(row["bias"] for row in buffered.diagnosis.rows) > 1e-3
-    assert buffered.diagnosis.influence.max() > 1.5 / CLIENTS
+    assert len(diagnosis(ace).rows) > 50
+    assert all(row["bias"] < 1e-9 for row in diagnosis(ace).rows)
+    assert all(row["noise"] > 1e-4 for row in diagnosis(ace).rows)
+    assert all(row["step"] == pytest.approx(0.05) for row in diagnosis(ace).rows)
+    np.testing.assert_allclose(diagnosis(ace).influence, np.full(CLIENTS, 1 / CLIENTS))
+    assert min(row["bias"] for row in diagnosis(buffered).rows) > 1e-3
+    assert diagnosis(buffered).influence.max() > 1.5 / CLIENTS
 
 
 def test_full_participation_without_delay_has_neither_bias_nor_delay():
     run = simulator("fedavg", slots=CLIENTS)
     run.run(5 * CLIENTS)
-    for row in run.diagnosis.rows:
+    for row in diagnosis(run).rows:
         assert row["bias"] < 1e-10
         assert row["delay"] < 1e-10
         assert row["error"] < 1e-10
-    np.testing.assert_allclose(run.diagnosis.influence, np.full(CLIENTS, 1 / CLIENTS))
+    np.testing.assert_allclose(diagnosis(run).influence, np.full(CLIENTS, 1 / CLIENTS))
 
 
 def test_several_local_steps_are_bias_not_noise():
     run = simulator("fedavg", slots=CLIENTS, steps=5)
     run.run(3 * CLIENTS)
-    assert all(row["noise"] < 1e-10 for row in run.diagnosis.rows)
-    assert run.diagnosis.rows[0]["bias"] > 1e-3
+    assert all(row["noise"] < 1e-10 for row in diagnosis(run).rows)
+    assert diagnosis(run).rows[0]["bias"] > 1e-3
 
 
 def test_noise_is_that_of_the_mini_batches():
     """The mean of six gradients, each with four numbers of variance 0.25."""
     run = simulator("fedavg", slots=CLIENTS, noise=0.5)
     run.run(400 * CLIENTS)
-    noise = [row["noise"] for row in run.diagnosis.rows]
+    noise = [row["noise"] for row in diagnosis(run).rows]
     expected = SIZE * 0.25 / CLIENTS
     error = expected * np.sqrt(2 / SIZE / len(noise))
     assert abs(np.mean(noise) - expected) < 4 * error
@@ -170,18 +177,18 @@ def test_the_run_is_not_touched_and_can_be_resumed(name, tmp_path):
     plain.run(30)
     plain.run(60)
     diagnosed.run(30)
-    save_state(tmp_path / "state", snapshot(diagnosed))
-    restore(resumed, load_state(tmp_path / "state"))
+    save_state(tmp_path / "state", diagnosed.state_dict())
+    resumed.load_state_dict(load_state(tmp_path / "state"))
     diagnosed.run(60)
     resumed.run(60)
     assert plain.fingerprint == diagnosed.fingerprint
     assert torch.equal(plain.strategy.model_for(0), diagnosed.strategy.model_for(0))
-    assert diagnosed.diagnosis.rows == resumed.diagnosis.rows
-    assert len(diagnosed.diagnosis.rows) >= 3
-    for row in diagnosed.diagnosis.rows:
+    assert diagnosis(diagnosed).rows == diagnosis(resumed).rows
+    assert len(diagnosis(diagnosed).rows) >= 3
+    for row in diagnosis(diagnosed).rows:
         assert all(np.isfinite(value) for value in row.values())
-    shares = diagnosed.diagnosis.influence
-    np.testing.assert_array_equal(shares, resumed.diagnosis.influence)
+    shares = diagnosis(diagnosed).influence
+    np.testing.assert_array_equal(shares, diagnosis(resumed).influence)
     assert shares.sum() == pytest.approx(1)
 
 

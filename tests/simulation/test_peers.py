@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from polytempo import Federation, PolytempoError, Task
-from polytempo.core.parameters import ParameterSpace
-from polytempo.simulation import PeerSimulator, restore, snapshot
+from polytempo.core.events import KINDS, as_dict
+from polytempo.core.layout import Layout
+from polytempo.core.optimizer import Sgd
+from polytempo.simulation import PeerSimulator
 from polytempo.simulation.checks import InvariantError, PeerChecker
 from polytempo.simulation.devices import Equal, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
@@ -15,7 +17,7 @@ from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
 from polytempo.training import Learner, Schedule
 
-TASK = Task(batch_size=8, lr=0.05, weight_decay=5e-4)
+TASK = Task(batch_size=8, lr=0.05, optimizer=Sgd(weight_decay=5e-4))
 
 
 def module() -> nn.Module:
@@ -30,14 +32,14 @@ def simulation(fed, options="", rounds=160, **world):
     given = {"task": TASK, "eval_every": 40, "adapt_epochs": 0, "check": True, "seed": 0} | world
     made = PeerSimulator(fed, module(), strategy, rounds=rounds, **given)
     log: list[dict] = []
-    made.observers.append(log.append)
+    made.observers.append(lambda event: log.append(as_dict(event)))
     return made, log
 
 
 def alone(fed, client, schedule) -> Learner:
     part = fed.train[client]
     given = {"peer": client, "task": TASK, "schedule": schedule, "seed": 0}
-    space = ParameterSpace(module())
+    space = Layout(module())
     return Learner(space, fed.x[part], fed.y[part], prepare=fed.prepare, **given)
 
 
@@ -76,9 +78,9 @@ def test_stopped_and_resumed_is_bit_identical(small, world, stop, tmp_path):
     broken, before = simulation(small, **world)
     steps = iter(range(100_000))
     assert broken.run(160, stop=lambda: next(steps) == stop) is False
-    save_state(tmp_path / "checkpoint", snapshot(broken))
+    save_state(tmp_path / "checkpoint", broken.state_dict())
     resumed, after = simulation(small, **world)
-    restore(resumed, load_state(tmp_path / "checkpoint"))
+    resumed.load_state_dict(load_state(tmp_path / "checkpoint"))
     resumed.run(160)
     assert before + after == log
     assert resumed.history == whole.history
@@ -92,7 +94,7 @@ def test_another_target_is_not_gone_on_with(small):
     first.run(10)
     second, _ = simulation(small, rounds=320)
     with pytest.raises(PolytempoError, match=r"60 iterations.* not to 120; leave --rounds"):
-        restore(second, snapshot(first))
+        second.load_state_dict(first.state_dict())
 
 
 def test_never_is_local_training_to_the_bit(small):
@@ -297,5 +299,10 @@ def test_the_checker_notices(events, why):
     checker = PeerChecker()
     with pytest.raises(InvariantError, match=why):
         for number, (kind, client, partner) in enumerate(events):
-            about = {"client": client, "partner": partner, "ticket": "0.1.1"}
-            checker({"n": number, "time": 0.0, "event": kind, **about})
+            about = {
+                "grant": {"partner": partner},
+                "exchange": {"progress": 1.0},
+                "fuse": {"partner": partner, "weight": 0.5},
+            }[kind]
+            head = {"n": number, "time": 0.0, "round": 0, "version": 0}
+            checker.happened(KINDS[kind](**head, client=client, ticket="0.1.1", **about))

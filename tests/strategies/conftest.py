@@ -9,6 +9,7 @@ import torch
 from linear_model import gradient
 from torch import nn
 
+from polytempo.core.events import as_dict
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.training import Job
@@ -36,7 +37,7 @@ def simulated(small):
         given.setdefault("devices", TwoSpeed(factor=5.0))
         simulator = Simulator(small, module, strategy, task=task, **given)
         log, arrivals, sent, came = [], [], {}, 0
-        simulator.observers.append(log.append)
+        simulator.observers.append(lambda event: log.append(as_dict(event)))
         simulator.run(rounds)
         for event in log:
             if event["event"] == "dispatch":

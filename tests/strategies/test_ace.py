@@ -6,11 +6,12 @@ import torch
 
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
 from polytempo.core.bank import ModelBank, Storage
+from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.simulation.dropout import Leave
 from polytempo.strategies import ACE, ACED, STRATEGIES, ACE8bit, ACED8bit, ACEIncremental
 
-TASK = Task(batch_size=7, lr=0.03, momentum=0.9, weight_decay=0.01)
+TASK = Task(batch_size=7, lr=0.03, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
 FRESH = Staleness(0, 0)
 
 

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from polytempo import Context, Server, Staleness, Task, Update
+from polytempo.core.optimizer import Sgd
 from polytempo.simulation.dropout import Drop
 from polytempo.strategies import DelayAdaptiveASGD, FedBuff, VanillaASGD
 
-TASK = Task(batch_size=7, lr=0.03, momentum=0.9, weight_decay=0.01)
+TASK = Task(batch_size=7, lr=0.03, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
 
 
 def moved(strategy, tau) -> float:
@@ -56,7 +57,7 @@ def test_a_run_of_delay_adaptive_asgd_is_its_formula(simulated, beyond, threshol
 
 
 def test_vanilla_asgd_is_fedbuff_with_a_buffer_of_one(simulated):
-    task = Task(steps=3, batch_size=7, lr=0.03, momentum=0.0)
+    task = Task(steps=3, batch_size=7, lr=0.03, optimizer=Sgd(momentum=0.0))
     vanilla = VanillaASGD(server_lr=0.03 * 0.5, local_steps=3)
     simulated(vanilla, task)
     fedbuff = FedBuff(buffer_size=1, server_lr=0.5, weighting="constant")

@@ -6,10 +6,11 @@ import torch
 
 from polytempo import Context, Staleness, Task, Update
 from polytempo.core.bank import Storage
+from polytempo.core.optimizer import Sgd
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import CA2FL
 
-TASK = Task(batch_size=7, lr=0.03, momentum=0.9, weight_decay=0.01)
+TASK = Task(batch_size=7, lr=0.03, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
 
 
 def ready(strategy, clients=4, storage=None) -> CA2FL:

@@ -12,9 +12,10 @@ from torch import nn
 
 from polytempo import Context, Server, Task, Update
 from polytempo.core.bank import PLAIN_STORAGE, ModelBank, Storage
+from polytempo.core.events import as_dict
 from polytempo.core.messages import Dispatch
 from polytempo.core.registry import default_of
-from polytempo.simulation import Simulator, restore, snapshot
+from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.storage import load_state, mapped, save_state
 from polytempo.strategies import STRATEGIES
@@ -236,7 +237,7 @@ def simulator(name, small, seed=0, **options):
 
 def finish(simulation, rounds=60):
     log = []
-    simulation.observers.append(log.append)
+    simulation.observers.append(lambda event: log.append(as_dict(event)))
     simulation.run(rounds)
     clients = range(simulation.federation.clients)
     final = torch.stack([simulation.strategy.model_for(client) for client in clients])
@@ -258,11 +259,11 @@ def test_stopped_and_resumed_is_bit_identical(name, small, stop, tmp_path):
     whole = finish(simulator(name, small))
     broken = simulator(name, small)
     log, steps = [], iter(range(10_000))
-    broken.observers.append(log.append)
+    broken.observers.append(lambda event: log.append(as_dict(event)))
     assert broken.run(60, stop=lambda: next(steps) == stop) is False
-    save_state(tmp_path / "checkpoint", snapshot(broken))
+    save_state(tmp_path / "checkpoint", broken.state_dict())
     resumed = simulator(name, small)
-    restore(resumed, load_state(tmp_path / "checkpoint"))
+    resumed.load_state_dict(load_state(tmp_path / "checkpoint"))
     rest = finish(resumed)
     assert same(whole, (log + rest[0], *rest[1:]))
 

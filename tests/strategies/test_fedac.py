@@ -11,6 +11,8 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
+from polytempo.core.events import as_dict
+from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
@@ -20,7 +22,7 @@ from polytempo.training import Job
 from polytempo.training.solvers.autograd import batches
 
 INITIAL = torch.tensor([1.0, -2.0], dtype=torch.float64)
-PLAIN = Task(epochs=2, batch_size=5, lr=0.1, momentum=0.0, weight_decay=0.0)
+PLAIN = Task(epochs=2, batch_size=5, lr=0.1, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
 SAMPLES = (10, 10, 10, 30)  # 4 steps, and 12
 
 
@@ -104,7 +106,7 @@ def simulated(small, strategy, task, **options):
     quiet = {"adapt_epochs": 0, "eval_every": 10_000, "check": True}
     simulator = Simulator(small, module, strategy, task=task, devices=devices, **quiet, **options)
     log = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(60)
     return simulator, log
 
@@ -115,7 +117,9 @@ def simulated(small, strategy, task, **options):
 def test_a_run_is_its_formula(small, control, momentum, weight_decay, dropout):
     """Corrections at every step, control variates of every client, weights, moments: all of it.
     The reference takes the mean of the gradients themselves, not what follows from the upload."""
-    task = Task(epochs=2, batch_size=7, lr=0.02, momentum=momentum, weight_decay=weight_decay)
+    task = Task(
+        epochs=2, batch_size=7, lr=0.02, optimizer=Sgd(momentum=momentum, weight_decay=weight_decay)
+    )
     strategy = FedAC(buffer_size=3, beta1=0.8, beta2=0.95, control=control)
     simulator, log = simulated(small, strategy, task, slots=4, dropout=dropout)
     assert max(event.get("versions", 0) for event in log) > 3
@@ -218,7 +222,9 @@ def test_effective_steps_are_how_far_a_constant_gradient_goes(momentum, steps):
     for _ in range(steps):
         speed = momentum * speed + 1.0
         way += speed
-    assert effective_steps(Task(steps=steps, momentum=momentum), 50) == pytest.approx(way)
+    assert effective_steps(
+        Task(steps=steps, optimizer=Sgd(momentum=momentum)), 50
+    ) == pytest.approx(way)
 
 
 def test_the_divisor_counts_steps_not_epochs():

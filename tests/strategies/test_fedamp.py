@@ -9,8 +9,10 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
+from polytempo.core.events import as_dict
+from polytempo.core.objective import Plain, Proximal, Pull
+from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
-from polytempo.core.task import Plain, Proximal, Pull
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
@@ -255,7 +257,7 @@ def simulated(small, strategy, task, **options):
     world = {"task": task, "devices": TwoSpeed(factor=9.0), **quiet, **options}
     simulator = Simulator(small, module, strategy, **world)
     log = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(60)
     return simulator, log
 
@@ -263,7 +265,7 @@ def simulated(small, strategy, task, **options):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dropout", [Drop(probability=0.0), Drop(probability=0.2)])
 def test_a_run_is_its_formula(small, form, dropout):
-    task = Task(epochs=2, batch_size=7, lr=0.05, momentum=0.5, weight_decay=0.01)
+    task = Task(epochs=2, batch_size=7, lr=0.05, optimizer=Sgd(momentum=0.5, weight_decay=0.01))
     strategy = FORMS[form](graph=Attention(sigma=4.0, self_weight=0.5), lam=0.8)
     simulator, log = simulated(small, strategy, task, dropout=dropout)
     assert any(event["event"] == "drop" for event in log) == bool(dropout.probability)

@@ -15,7 +15,7 @@ from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
 from polytempo.core.errors import Diverged, Refused
-from polytempo.core.task import Pull
+from polytempo.core.objective import Pull
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.strategies import (

@@ -7,6 +7,8 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Task
+from polytempo.core.events import as_dict
+from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.strategies import STRATEGIES, FedAvg, FedSGD
@@ -16,7 +18,7 @@ from polytempo.training.solvers.autograd import batches
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
-    task = Task(batch_size=8, lr=0.1, momentum=momentum, weight_decay=0.01)
+    task = Task(batch_size=8, lr=0.1, optimizer=Sgd(momentum=momentum, weight_decay=0.01))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Linear(12, 4).double()
@@ -24,7 +26,7 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
     options = {"task": task, "slots": 3, "devices": TwoSpeed(), "adapt_epochs": 0}
     simulator = Simulator(small, module, strategy, check=True, **options)
     log: list[dict] = []
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(18)
     w = simulator.context.initial.numpy().copy()
     velocity = np.zeros_like(w)

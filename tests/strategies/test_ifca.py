@@ -8,6 +8,7 @@ from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
 from polytempo.core.errors import Refused
+from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.strategies import IFCA, IFCAAsync
 from polytempo.training import Job, make_backend
@@ -97,7 +98,9 @@ def jobs(small, task, clients=range(8)):
 
 
 def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small):
-    task = Task(steps=1, batch_size=1000, lr=0.1, momentum=0, weight_decay=0, choose=3)
+    task = Task(
+        steps=1, batch_size=1000, lr=0.1, choose=3, optimizer=Sgd(momentum=0, weight_decay=0)
+    )
     trainer = AutogradSolver(nn.Linear(12, 4), small, seed=0)
     chosen = set()
     for job in jobs(small, task):

@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import minimize
 
 from polytempo import Context, Staleness, Task, Update
-from polytempo.core.task import Pull
+from polytempo.core.objective import Pull
 from polytempo.strategies import Likeness, PFedGraph, PFedGraphAsync
 
 INITIAL = torch.tensor([0.3, -0.2, 0.5, 0.1])

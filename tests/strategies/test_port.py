@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
+from polytempo.core.events import as_dict
 from polytempo.core.messages import Dispatch, InFlight, Stop
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Devices
@@ -295,7 +296,7 @@ def simulated(small, **options):
         eval_every=10_000,
         check=True,
     )
-    simulator.observers.append(log.append)
+    simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.observers.append(lambda event: kept.append(len(strategy.models)))
     simulator.run(80)
     return simulator, recorder, log, kept

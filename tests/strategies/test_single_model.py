@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polytempo import Context, Server, Staleness, Task, Update
-from polytempo.core.task import Plain, Proximal
+from polytempo.core.objective import Plain, Proximal
 from polytempo.strategies import FedAsync, FedAvg, FedBuff, FedProx, Standalone
 
 INITIAL = torch.tensor([1.0, -2.0, 0.5])

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
+from polytempo.core.objective import Drift
+from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
-from polytempo.core.task import Drift
 from polytempo.training import AutogradSolver, Job
 
 STREAM = ("client", 0, "dispatch", 3)
@@ -65,7 +66,9 @@ def trainer(small):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_lean_loop_equals_plain_torch_loop(small, trainer, kind, momentum):
     objective, penalty = OBJECTIVES[kind]
-    task = Task(epochs=3, batch_size=4, lr=0.05, momentum=momentum, objective=objective)
+    task = Task(
+        epochs=3, batch_size=4, lr=0.05, objective=objective, optimizer=Sgd(momentum=momentum)
+    )
     assert len(small.y[small.train[0]]) % 4 != 1  # no merged last batch: the schedules agree
     expected = plain_loop(small, network().state_dict(), task, penalty)
     found = trainer.train(Job(0, trainer.space.read(), task, STREAM))
@@ -80,7 +83,9 @@ def test_an_anchor_that_is_sent_along_takes_the_place_of_the_received_model(
     small, trainer, kind, momentum
 ):
     objective, penalty = OBJECTIVES[kind]
-    task = Task(epochs=3, batch_size=4, lr=0.05, momentum=momentum, objective=objective)
+    task = Task(
+        epochs=3, batch_size=4, lr=0.05, objective=objective, optimizer=Sgd(momentum=momentum)
+    )
     start = trainer.space.read()
     draw = torch.Generator().manual_seed(1)
     anchor = start + 0.3 * torch.randn(len(start), generator=draw, dtype=torch.float64)
@@ -98,7 +103,9 @@ def test_an_anchor_that_is_sent_along_takes_the_place_of_the_received_model(
 def test_a_gradient_has_the_pull_towards_the_anchor_and_a_delta_starts_at_the_model(trainer):
     start = trainer.space.read()
     anchor = start + 1.0
-    task = Task(batch_size=6, objective=Proximal(0.5), upload="gradient", weight_decay=0.0)
+    task = Task(
+        batch_size=6, objective=Proximal(0.5), upload="gradient", optimizer=Sgd(weight_decay=0.0)
+    )
     job = Job(0, start, task, STREAM)
     pulled = trainer.train(replace(job, anchor=anchor))
     torch.testing.assert_close(pulled - trainer.train(job), torch.full_like(start, -0.5))
@@ -140,7 +147,7 @@ def test_delta_is_the_model_minus_what_was_received(trainer):
 
 def test_gradient_upload_is_the_gradient_of_the_first_batch(small, trainer):
     start = trainer.space.read()
-    task = Task(batch_size=6, weight_decay=0.01, upload="gradient")
+    task = Task(batch_size=6, upload="gradient", optimizer=Sgd(weight_decay=0.01))
     found = trainer.train(Job(0, start, task, STREAM))
     rows = rng(SEED, *STREAM, "epoch", 0).permutation(len(small.y[small.train[0]]))[:6]
     model = network()
@@ -153,7 +160,9 @@ def test_gradient_upload_is_the_gradient_of_the_first_batch(small, trainer):
 
 def test_a_lone_last_sample_joins_the_batch_before(small):
     samples = len(small.y[small.train[0]])
-    task = Task(epochs=1, batch_size=samples - 1, lr=0.1, momentum=0.0, weight_decay=0.0)
+    task = Task(
+        epochs=1, batch_size=samples - 1, lr=0.1, optimizer=Sgd(momentum=0.0, weight_decay=0.0)
+    )
     trainer = AutogradSolver(network(), small, SEED)
     merged = trainer.train(Job(0, trainer.space.read(), task, STREAM))
     trainer = AutogradSolver(network(), small, SEED)

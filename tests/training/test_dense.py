@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
-from polytempo.core.task import Drift
+from polytempo.core.objective import Drift
+from polytempo.core.optimizer import Sgd
 from polytempo.training import AutogradSolver, Job, stack
 from polytempo.training.solvers.dense import DenseSolver
 
 SEED, FEATURES, CLASSES = 3, 40, 5
-TASK = Task(epochs=5, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.02)
+TASK = Task(epochs=5, batch_size=4, lr=0.1, optimizer=Sgd(momentum=0.9, weight_decay=0.02))
 OBJECTIVES = {
     "plain": Plain(),
     "proximal": Proximal(0.7),
@@ -170,7 +171,7 @@ def test_a_lone_last_sample_joins_a_batch_that_is_full(name, epochs):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.02])
 def test_with_and_without_momentum_and_weight_decay(upload, momentum, weight_decay):
     fast, plain = pair([7])
-    task = replace(TASK, upload=upload, momentum=momentum, weight_decay=weight_decay)
+    task = replace(TASK, upload=upload, optimizer=Sgd(momentum=momentum, weight_decay=weight_decay))
     for name in ("few", "many"):
         for objective in (Plain(), Pull(0.5)):
             job = job_for(fast, name, replace(task, objective=objective))
@@ -345,7 +346,13 @@ CROWDS = {
 )
 def test_results_are_the_same_bit_for_bit_in_any_group_and_order(name, kind):
     fed, hidden = CROWDS[name]
-    task = Task(epochs=6, batch_size=10, lr=0.1, weight_decay=1e-3, objective=OBJECTIVES[kind])
+    task = Task(
+        epochs=6,
+        batch_size=10,
+        lr=0.1,
+        objective=OBJECTIVES[kind],
+        optimizer=Sgd(weight_decay=1e-3),
+    )
     trainer = DenseSolver(network(hidden, fed.x.shape[1], torch.float32), fed, SEED)
     assert trainer.group > 1
     start = trainer.space.read()

@@ -6,13 +6,14 @@ from torch import nn
 
 from polytempo import PolytempoError, Task
 from polytempo.core.errors import Diverged
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
+from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.storage import load_state, save_state
 from polytempo.training import Learner, Schedule
 
 SEED = 3
-TASK = Task(batch_size=5, lr=0.1, momentum=0.9, weight_decay=0.01)
+TASK = Task(batch_size=5, lr=0.1, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
 
 
 def network(dropout: float = 0.0) -> nn.Module:
@@ -25,7 +26,7 @@ def network(dropout: float = 0.0) -> nn.Module:
 def learner(fed, peer=2, target=20, task=TASK, dropout=0.0, space=None, **schedule) -> Learner:
     part = fed.train[peer]
     return Learner(
-        space or ParameterSpace(network(dropout)),
+        space or Layout(network(dropout)),
         fed.x[part],
         fed.y[part],
         peer=peer,
@@ -104,7 +105,7 @@ def test_what_was_saved_goes_on_bit_for_bit(small, tmp_path):
 
 
 def test_learners_that_share_a_module_do_not_disturb_each_other(small):
-    space = ParameterSpace(network(0.5))
+    space = Layout(network(0.5))
     one, two = learner(small, 1, space=space), learner(small, 2, space=space)
     alone = learner(small, 1, dropout=0.5)
     for _ in range(3):
@@ -141,5 +142,5 @@ def test_divergence_and_strange_models_are_named(small):
         learner(small).fuse(torch.zeros(3))
     with pytest.raises(PolytempoError, match="peer 0 has no sample"):
         nothing = torch.zeros(0)
-        space = ParameterSpace(network())
+        space = Layout(network())
         Learner(space, nothing, nothing, peer=0, task=TASK, schedule=Schedule(1), seed=0)

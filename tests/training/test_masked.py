@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from polytempo.core.masks import largest, unpack
-from polytempo.core.task import Proximal, Task
+from polytempo.core.objective import Proximal
+from polytempo.core.task import Task
 from polytempo.training import Job
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.dense import DenseSolver

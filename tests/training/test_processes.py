@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import Federation, PolytempoError, Pull, Task
-from polytempo.core.task import Drift
+from polytempo.core.objective import Drift
 from polytempo.training import AutogradSolver, Backend, Job, Outcome, Score, Solver
 from polytempo.training.executors.processes import Processes
 from polytempo.training.solvers.dense import DenseSolver

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
-from polytempo.core.task import Drift
+from polytempo.core.objective import Drift
+from polytempo.core.optimizer import Sgd
 from polytempo.models import Inputs, build
 from polytempo.training import AutogradSolver, Job
 
 SEED, VOCABULARY, LENGTH, CLASSES = 4, 40, 9, 3
 PADDED, UNPADDED, EVERY_WORD, NO_WORD, ONE_TEXT = range(5)  # clients
-TASK = Task(epochs=2, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.02)
+TASK = Task(epochs=2, batch_size=4, lr=0.1, optimizer=Sgd(momentum=0.9, weight_decay=0.02))
 OBJECTIVES = {
     "plain": Plain(),
     "proximal": Proximal(0.7),
@@ -151,7 +152,10 @@ def test_uploads_are_those_of_training_on_all_words(kind, upload, dtype):
 def test_with_and_without_momentum_and_weight_decay(kind, momentum, weight_decay):
     fast, slow = trainers()
     task = replace(
-        TASK, momentum=momentum, weight_decay=weight_decay, objective=OBJECTIVES[kind], epochs=3
+        TASK,
+        objective=OBJECTIVES[kind],
+        epochs=3,
+        optimizer=Sgd(momentum=momentum, weight_decay=weight_decay),
     )
     for client in (PADDED, UNPADDED):
         assert_same_upload(fast, slow, job_for(fast, client, task))
@@ -211,7 +215,7 @@ def test_an_anchor_that_was_sent_along_trains_the_whole_table(kind, upload, make
 def test_foreign_words_go_straight_to_the_anchor():
     """No loss, no decay: w - u shrinks by 1 - lr mu in every step."""
     fast, _ = trainers()
-    task = replace(TASK, momentum=0.0, weight_decay=0.0, objective=Proximal(0.5))
+    task = replace(TASK, objective=Proximal(0.5), optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     job = job_for(fast, PADDED, task)
     draw = torch.Generator().manual_seed(5)
     anchor = torch.randn(fast.space.size, generator=draw, dtype=torch.float64)
@@ -262,7 +266,7 @@ def foreign_words() -> list[int]:
 
 def test_weight_decay_shrinks_foreign_words_by_a_known_factor():
     fast, _ = trainers()
-    task = replace(TASK, momentum=0.0)
+    task = replace(TASK, optimizer=Sgd(momentum=0.0))
     job = job_for(fast, PADDED, task)
     steps = task.total_steps(FEDERATION.samples[PADDED])
     before, after = table(job.params), table(fast.train(job))
@@ -287,7 +291,7 @@ def test_all_foreign_words_are_scaled_alike(kind):
 def test_without_weight_decay_foreign_words_do_not_change_by_a_bit(seed):
     fast, _ = trainers(dtype=torch.float32)
     draws = torch.randn(fast.space.size, generator=torch.Generator().manual_seed(seed))
-    task = replace(TASK, weight_decay=0.0)
+    task = replace(TASK, optimizer=Sgd(weight_decay=0.0))
     job = replace(job_for(fast, PADDED, task), params=draws)
     after = fast.train(job)
     assert torch.equal(table(after)[foreign_words()], table(draws)[foreign_words()])

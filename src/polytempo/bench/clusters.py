@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from polytempo.bench.machine import seconds
-from polytempo.core.messages import Staleness, Update
+from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.rng import rng
 from polytempo.core.strategy import Context
 from polytempo.core.task import Task
@@ -32,13 +32,17 @@ def measure_clusters(clients: int, parameters: int, *, repeats: int = 15) -> dic
     strategy.alike = (alike + alike.T) / 2
     np.fill_diagonal(strategy.alike, 1.0)
     everybody, alphas = np.arange(clients), np.full(clients, 0.3)
+
+    def send(client: int) -> None:
+        strategy.dispatched(Dispatch(client, 0, strategy.model_for(client), strategy.task(client)))
+
     for client in range(clients):
-        strategy.anchor_for(client)
+        send(client)
         model = torch.randn(parameters) + 1
         strategy.buffer.offer(client, model, everybody, strategy.alike, alphas)
 
     def fold(client: int) -> float:
-        strategy.anchor_for(client)
+        send(client)
         update = Update(client, 0, strategy.model_for(client) + torch.randn(parameters) + 1, 100)
         return seconds(lambda: strategy.fold(update, Staleness(0, 0)))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.link import Link
 from polytempo.network.session import Address, Certificates, free_ports
@@ -62,7 +62,7 @@ def _addresses(folder: Path, tls: bool) -> list[Address]:
 
 
 def _link(name: str, address: Address, parameters: int) -> tuple[Link, Snapshot]:
-    space = ParameterSpace(nn.Linear(parameters - 1, 1))
+    space = Layout(nn.Linear(parameters - 1, 1))
     peer = Peer(name, 1, DECISIONS.create("always"), peers=2, patience=10**9)
     link = Link(peer, Wire("bench", space), address, lambda event, **what: None)
     return link, Snapshot(space.read(), 0.5, 1)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from polytempo.bench.cases import CASES, Case
 from polytempo.bench.machine import gemm_gflops, seconds
 from polytempo.bench.plain import PlainFedAsync, PlainLoop
+from polytempo.core.events import Upload
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.models import Inputs, build
@@ -45,7 +46,7 @@ def measure_training(
     simulator = _simulator(case, ours_spec, federation, workers)
     order: list[int] = []
     simulator.observers.append(
-        lambda event: order.append(event["client"]) if event["event"] == "upload" else None
+        lambda event: order.append(event.client) if isinstance(event, Upload) else None
     )
     plain = loop(case.plain(), federation, case.lr)
     flops = _flops(case, plain.module, federation)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from polytempo.cli.console import notes
+from polytempo.core.events import Event
 from polytempo.experiments.result import percent
 from polytempo.experiments.run import Attach
 from polytempo.simulation import Engine
@@ -41,7 +42,7 @@ class RunProgress:
             bar = self._bars.add_task(label, total=rounds, state="")
             self._bars.start()
 
-            def observe(event: dict[str, Any] | None = None) -> None:
+            def observe(event: Event | None = None) -> None:
                 accuracy = simulator.history[-1]["accuracy"] if simulator.history else None
                 state = f"t={simulator.time:,.1f}s  accuracy {percent(accuracy)}"
                 self._bars.update(bar, completed=simulator.round, state=state)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.objective import Measure
 from polytempo.core.precision import Exact, Half, Int8
-from polytempo.core.task import Measure
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]

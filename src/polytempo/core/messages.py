@@ -6,8 +6,9 @@ numbered over the whole run, so a late, repeated or invented update is recognise
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,8 +21,9 @@ class Dispatch:
 
     With `preempt` the client is in training already (a multicast): it swaps this model in at a
     step boundary and goes on with the local steps that it has left.
-    `anchor` is the vector that the task's objective refers to, if not the received model; or, for a
-    task in which the client chooses, the other models [models, parameters].
+    `vectors` is what else the client needs, by name: "anchor" is what the task's objective refers
+    to, if that is not the received model; "candidate 1", "candidate 2", ... are the other models
+    of a task in which the client chooses.
     """
 
     client: int
@@ -29,12 +31,12 @@ class Dispatch:
     params: Tensor
     task: Task
     preempt: bool = False
-    anchor: Tensor | None = None
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the vectors that travel."""
-        return self.params.nbytes + (0 if self.anchor is None else self.anchor.nbytes)
+        return self.params.nbytes + sum(vector.nbytes for vector in self.vectors.values())
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Update:
     `vector` is what the task asked for: the trained model, its difference from the model that was
     received, or a gradient. `samples` is the number of training samples behind it. `extras` is
     what else the task asked for, by name (`Task.extras`).
+    `asked` does not travel: the server, which knows the task of every open dispatch, fills it in
+    for the strategy.
     """
 
     client: int
@@ -62,6 +66,14 @@ class Update:
     vector: Tensor
     samples: int
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    asked: Task | None = None
+
+    @property
+    def task(self) -> Task:
+        """The task of the dispatch that it answers, with the learning rate that was sent."""
+        if self.asked is None:
+            raise ValueError(f"update {self.number} has no task yet: `Server.receive` fills it in")
+        return self.asked
 
     @property
     def nbytes(self) -> int:
@@ -83,3 +95,13 @@ class InFlight:
 
     client: int
     staleness: Staleness
+
+
+class InFlights(Protocol):
+    """The clients in training, most stale first; those of equal staleness as they were sent their
+    models. It is read from the server as one goes through it, so that who stops early pays for
+    what was looked at alone. Valid during the call that it is handed to."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[InFlight]: ...

@@ -192,6 +192,9 @@ class Registry(Generic[T]):
             found[outer] = {**table, inner: given[key]}
         return found
 
+    def _spelled(self, value: Any) -> Any:
+        return self.describe(cast(T, value)) if isinstance(value, Options) else value
+
     def describe(self, thing: T) -> dict[str, Any]:
         """The table from which `create` makes an equal object, in another process too: a class of
         the user's own is named by its module, for its registration may not have happened there."""
@@ -204,9 +207,9 @@ class Registry(Generic[T]):
             for field in dataclasses.fields(thing):
                 value = getattr(thing, field.name)
                 if isinstance(value, tuple):
-                    value = list(value)
-                elif isinstance(value, Options):
-                    value = self.describe(cast(T, value))
+                    value = [self._spelled(item) for item in value]
+                else:
+                    value = self._spelled(value)
                 if field.init and not (value is None and field.default is None):
                     found[field.name] = "none" if value is None else value  # TOML has no null
         return found

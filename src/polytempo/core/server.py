@@ -9,7 +9,8 @@ Theory of operation
    answers one of them, and closes them all. (A multicast may cross the upload on the wire: then the
    update answers the older dispatch, and its staleness is counted from there.)
 3. Two counters: `round` goes up by one with each update folded, `version` each time that what is
-   served has changed. Staleness is the difference to what they were at the dispatch.
+   served has changed. Staleness is the difference to what they were at the dispatch. The learning
+   rate that a client is sent follows the run's schedule, by `round`.
 4. At most `slots` clients are in training. Who is started when a slot falls free is the *refill*:
    "idle"    a uniformly random client that is not in training;
    "same"    the sender, at once;
@@ -18,30 +19,51 @@ Theory of operation
    A *newcomer*, a client that joins for the first time when updates have been folded already, does
    not wait for a slot: it is sent a model at once. As long as there are more than `slots` in
    training, nobody else is started. (With "cohort" it may be chosen from the next cohort on.)
-5. An update is checked in full before anything changes. What is refused leaves no trace.
+5. An update is checked in full before anything changes, against what its own dispatch asked for.
+   What is refused leaves no trace.
+6. A message costs the same however many clients there are and are in training. `open` is kept in
+   the order of the last dispatch, so that it is ordered by staleness without being sorted; idle
+   clients are a set of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from polytempo.core.errors import PolytempoError, Refused
-from polytempo.core.messages import Action, Dispatch, InFlight, Staleness, Stop, Update
+from polytempo.core.messages import (
+    Action,
+    Dispatch,
+    InFlight,
+    InFlights,
+    Staleness,
+    Stop,
+    Update,
+)
 from polytempo.core.rng import rng
+from polytempo.core.schedule import Constant, Schedule
 from polytempo.core.strategy import Context, Refill, State, Strategy
+from polytempo.core.task import TASKS, Task
 
 MANY = 1_000  # clients: among more, it would take long to list those that are idle
 
 
 class Open(NamedTuple):
-    """A dispatch that is not answered yet: its number, and the counters when it was sent."""
+    """A dispatch that is not answered yet: its number, the counters when it was sent, and what was
+    asked for."""
 
     number: int
     round: int
     version: int
+    task: Task
+
+    def state(self) -> list[Any]:
+        return [*self[:3], TASKS.describe(self.task)]
 
 
 class Server:
@@ -54,11 +76,13 @@ class Server:
         *,
         slots: int | None = None,
         refill: Refill | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.strategy = strategy
         self.context = context
         self.slots = context.clients if slots is None else slots
         self.refill: Refill = refill or strategy.refill
+        self.schedule = schedule or Constant()
         if not 1 <= self.slots <= context.clients:
             raise PolytempoError(
                 f"slots must be between 1 and the number of clients, {context.clients}; "
@@ -68,8 +92,11 @@ class Server:
         self.version = 0
         self.members: set[int] = set()
         self.known: set[int] = set()  # who is, or has been, a member
-        self.open: dict[int, list[Open]] = {}
-        self.owners: list[int] = []  # client of each dispatch ever sent
+        self.idle: set[int] = set()  # members that are not in training
+        # By client; who was sent something last comes last. (A plain dict is slow at its beginning
+        # once many entries there are gone.)
+        self.open: OrderedDict[int, list[Open]] = OrderedDict()
+        self.dispatches = 0  # sent so far
         strategy.setup(context)
 
     # -- what happens to clients ---------------------------------------------------------------
@@ -85,109 +112,114 @@ class Server:
         new = sorted(joining - self.known) if self.round and self.refill != "cohort" else []
         self.members |= joining
         self.known |= joining
+        self.idle |= joining - self.open.keys()
         return [*(self._send(client, self.strategy.model_for) for client in new), *self._fill()]
 
     def leave(self, client: int) -> list[Action]:
         """This client is gone; if it was training, its update is lost."""
-        self.members.discard(client)
+        self.away(client)
         self.strategy.left(client)
-        return self._give_up(client) if client in self.open else []
+        return self._close(client, self.strategy.model_for) if client in self.open else []
 
     def away(self, client: int) -> None:
         """This client is not started any more until it joins again; what it trains now may come."""
         self.members.discard(client)
+        self.idle.discard(client)
 
     def lost(self, client: int) -> list[Action]:
         """The update of a client in training will never come."""
         if client not in self.open:
             raise PolytempoError(f"client {client} is not in training: nothing of it can be lost")
         self.strategy.lost(client)
-        return self._give_up(client)
+        return self._close(client, self.strategy.model_for)
 
     def receive(self, update: Update) -> list[Action]:
         """Fold an update in, or raise `Refused` and change nothing."""
-        self._check(update)
-        changed = self.strategy.fold(update, self.staleness(update.client, update.number))
-        del self.open[update.client]
+        sent = self._check(update)
+        update = replace(update, asked=sent.task)
+        self.version += self.strategy.fold(update, self._age(sent))
         self.round += 1
-        self.version += changed
-        return self._proceed(update.client, self.strategy.reply_to)
+        return self._close(update.client, self.strategy.reply_to)
 
     # -- how it answers ------------------------------------------------------------------------
 
     def staleness(self, client: int, number: int) -> Staleness:
         """How stale the client's open dispatch of that number is now."""
-        sent = next(sent for sent in self.open[client] if sent.number == number)
+        return self._age(next(sent for sent in self.open[client] if sent.number == number))
+
+    def _age(self, sent: Open) -> Staleness:
         return Staleness(self.round - sent.round, self.version - sent.version)
 
-    def in_flight(self) -> list[InFlight]:
-        """The clients in training, in the order of their ids, by what they were last sent."""
-        return [
-            InFlight(client, self.staleness(client, self.open[client][-1].number))
-            for client in sorted(self.open)
-        ]
+    def in_flight(self) -> InFlights:
+        """The clients in training, most stale first, by what they were last sent."""
+        return _InFlights(self)
 
-    def _give_up(self, client: int) -> list[Action]:
+    def _close(self, client: int, model: Callable[[int], torch.Tensor]) -> list[Action]:
+        """The client's training is over; `model` says what it is sent if it is answered at once."""
         del self.open[client]
-        return self._proceed(client, self.strategy.model_for)
-
-    def _proceed(self, answer: int, model: Callable[[int], torch.Tensor]) -> list[Action]:
+        if client in self.members:
+            self.idle.add(client)
         if self.refill == "cohort" and not self.open:
             self.version += self.strategy.close_cohort()
         in_flight = self.in_flight()
+        self.strategy.training(in_flight)
         refreshed, stopped = self.strategy.refresh(in_flight), self.strategy.urgent(in_flight)
-        for client in (*refreshed, *stopped):
-            if client not in self.open:
-                raise ValueError(f"{self.strategy} names client {client}, which is not in training")
+        for named in (*refreshed, *stopped):
+            if named not in self.open:
+                raise ValueError(f"{self.strategy} names client {named}, which is not in training")
         actions: list[Action] = [
-            self._send(client, self.strategy.model_for, preempt=True) for client in refreshed
+            self._send(named, self.strategy.model_for, preempt=True) for named in refreshed
         ]
-        actions += [Stop(client, self.open[client][-1].number) for client in stopped]
+        actions += [Stop(named, self.open[named][-1].number) for named in stopped]
         room = len(self.open) < self.slots  # not so if there are newcomers
-        if self.refill == "same" and answer in self.members and room:
-            actions.append(self._send(answer, model))
+        if self.refill == "same" and client in self.members and room:
+            actions.append(self._send(client, model))
         return actions + self._fill()
 
     def _fill(self) -> list[Action]:
         if self.refill == "cohort" and self.open:
             return []
         free = self.slots - len(self.open)
-        if free <= 0:
+        if free <= 0 or not self.idle:
             return []
-        stream = rng(self.context.seed, "server", "refill", len(self.owners))
+        stream = rng(self.context.seed, "server", "refill", self.dispatches)
         if free == 1 and self.context.clients > MANY:  # a few draws find one that is idle
             for client in stream.integers(self.context.clients, size=32).tolist():
-                if client in self.members and client not in self.open:
+                if client in self.idle:
                     return [self._send(client, self.strategy.model_for)]
-        idle = sorted(self.members - self.open.keys())
-        chosen = stream.choice(idle, size=min(free, len(idle)), replace=False) if idle else ()
+        idle = sorted(self.idle)  # few, or many are to be started
+        chosen = stream.choice(idle, size=min(free, len(idle)), replace=False)
         return [self._send(int(client), self.strategy.model_for) for client in chosen]
 
     def _send(
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False
     ) -> Dispatch:
         params, task = model(client), self.strategy.task(client)
-        anchor = self.strategy.anchor_for(client)
-        number = len(self.owners)
-        self.owners.append(client)
-        self.open.setdefault(client, []).append(Open(number, self.round, self.version))
-        return Dispatch(client, number, params, task, preempt, anchor)
+        factor = self.schedule.factor(self.round)
+        if factor != 1:
+            task = replace(task, lr=task.lr * factor)
+        vectors = self.strategy.vectors_for(client)
+        dispatch = Dispatch(client, self.dispatches, params, task, preempt, vectors)
+        self.dispatches += 1
+        self.idle.discard(client)
+        sent = Open(dispatch.number, self.round, self.version, task)
+        self.open.setdefault(client, []).append(sent)
+        self.open.move_to_end(client)
+        self.strategy.dispatched(dispatch)
+        return dispatch
 
-    def _check(self, update: Update) -> None:
+    def _check(self, update: Update) -> Open:
+        """The dispatch that the update answers."""
         client, number = update.client, update.number
         if client not in self.members and client not in self.open:
             raise Refused(f"client {client} never joined (or has left): it must join first")
-        if not 0 <= number < len(self.owners):
+        if not 0 <= number < self.dispatches:
             raise Refused(f"client {client} answers dispatch {number}, which was never sent")
-        if self.owners[number] != client:
+        answered = [sent for sent in self.open.get(client, ()) if sent.number == number]
+        if not answered:
             raise Refused(
-                f"client {client} answers dispatch {number}, which went to client "
-                f"{self.owners[number]}"
-            )
-        if all(sent.number != number for sent in self.open.get(client, [])):
-            raise Refused(
-                f"client {client} answers dispatch {number}, which is closed: "
-                "this update came twice, or too late"
+                f"client {client} answers dispatch {number}, which is not open: this update came "
+                "twice, too late, or answers what went to another client"
             )
         vector = update.vector
         wanted = self.context.initial
@@ -207,7 +239,7 @@ class Server:
             raise Refused(
                 f"client {client} sent {what}: its training diverged; lower the learning rate"
             )
-        wanted_extras = self.strategy.task(client).extras
+        wanted_extras = answered[0].task.extras
         if set(update.extras) != set(wanted_extras):
             raise Refused(
                 f"client {client} sent the extras {sorted(update.extras)}, expected "
@@ -222,6 +254,7 @@ class Server:
                 )
         if update.samples < 1:
             raise Refused(f"client {client} claims {update.samples} samples; expected 1 or more")
+        return answered[0]
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -233,8 +266,11 @@ class Server:
             "version": self.version,
             "members": sorted(self.members),
             "known": sorted(self.known),
-            "open": [[client, sent] for client, sent in self.open.items()],
-            "owners": list(self.owners),
+            "open": [
+                [client, [sent.state() for sent in all_sent]]
+                for client, all_sent in self.open.items()
+            ],
+            "dispatches": self.dispatches,
             "strategy": self.strategy.state_dict(),
         }
 
@@ -242,6 +278,24 @@ class Server:
         """Continue from `state`."""
         self.round, self.version = state["round"], state["version"]
         self.members, self.known = set(state["members"]), set(state["known"])
-        self.open = {client: [Open(*s) for s in sent] for client, sent in state["open"]}
-        self.owners = list(state["owners"])
+        self.open = OrderedDict(
+            (client, [Open(n, r, v, TASKS.create(task)) for n, r, v, task in all_sent])
+            for client, all_sent in state["open"]
+        )
+        self.idle = self.members - self.open.keys()
+        self.dispatches = state["dispatches"]
         self.strategy.load_state_dict(state["strategy"])
+
+
+class _InFlights:
+    """What `Server.in_flight` returns: reads `open` as one goes through it."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def __len__(self) -> int:
+        return len(self._server.open)
+
+    def __iter__(self) -> Iterator[InFlight]:
+        for client, sent in self._server.open.items():
+            yield InFlight(client, self._server._age(sent[-1]))

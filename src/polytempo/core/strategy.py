@@ -1,8 +1,26 @@
 """The contract of a strategy: one algorithm's arithmetic and nothing else.
 
-A strategy opens no socket, reads no clock, starts no thread and draws no global random number. It
-is told of updates, and says what each client is to be handed. Whatever it must remember between
-two updates is listed in `state`, so that every strategy can be saved and resumed.
+A strategy opens no socket, reads no clock, starts no thread and draws no global random number.
+Whatever it must remember between two updates is listed in `state`, so that every strategy can be
+saved and resumed. It has two short lists of hooks:
+
+Notifications say what has happened, and may change it.
+    setup(context)          once, before anything else
+    fold(update, staleness) an update is in
+    lost(client)            what the client was training will never come
+    left(client)            the client is gone
+    close_cohort()          a synchronous round is complete
+    training(in_flight)     after each of these: who is in training now, before others are started
+    dispatched(dispatch)    a model was sent, multicasts included
+
+Queries are pure: asked once, often or never, they change nothing.
+    model_for(client)       what it is sent to train
+    serve(client)           what it would use: evaluated, adapted, handed to the user
+    reply_to(client)        what it is sent right after its update
+    task(client)            how it is to train
+    vectors_for(client)     what else it is sent
+    refresh(in_flight), urgent(in_flight)    whom to send a fresh model, whom to hurry
+    revision(client), collaboration(), clusters(), similarity()    for evaluation and plots
 
 To add one, write a class like this and register it:
 
@@ -27,7 +45,7 @@ To add one, write a class like this and register it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -37,13 +55,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, Storage
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import Dispatch, InFlights, Staleness, Update
 from polytempo.core.registry import Options, Registry
 from polytempo.core.rng import rng
 from polytempo.core.task import Task
 
 IntArray = NDArray[np.int64]
 Refill = Literal["idle", "same", "cohort"]
+Kind = Literal["server", "peers"]  # of engine: clients around a server, or peers among each other
 State = dict[str, Any]  # nested, with string keys; tensors, numpy arrays and JSON values
 
 
@@ -53,7 +72,7 @@ class Context:
 
     initial: Tensor  # the model that everybody starts from
     samples: Sequence[int]  # training samples of each client
-    task: Task  # the local solver's settings, with a plain objective
+    task: Task  # the local solver's settings, with a plain objective and the rate before a schedule
     seed: int
     storage: Storage = PLAIN_STORAGE  # how a model per client is kept
     tensors: Sequence[int] = ()  # how long the trained tensors are that a model begins with
@@ -87,37 +106,22 @@ class Strategy(Options):
     name: ClassVar[str]
     family: ClassVar[str] = "own"
     paper: ClassVar[str] = ""
+    engine: ClassVar[Kind] = "server"  # what it runs on
     refill: ClassVar[Refill] = "idle"  # who is started when a slot falls free, unless overridden
     all_slots: ClassVar[bool] = False  # every client trains all the time, unless refill is set
     single_model: ClassVar[bool] = False  # everybody is handed the same model
     communicates: ClassVar[bool] = True  # False: nothing travels (local training alone)
     state: ClassVar[tuple[str, ...]] = ()  # attributes that change from update to update
 
+    # -- notifications -------------------------------------------------------------------------
+
     def setup(self, context: Context) -> None:
         """Prepare for a run. Called once, before anything else."""
         self.context = context
 
-    def task(self, client: int) -> Task:
-        """How the client is to train."""
-        return self.context.task
-
-    def model_for(self, client: int) -> Tensor:
-        """The model that the client would be handed now. Never modified in place afterwards."""
-        raise NotImplementedError
-
-    def anchor_for(self, client: int) -> Tensor | None:
-        """What is sent along for the objective of the client's task to refer to, if that is not
-        the model that it receives."""
-        return None
-
-    def revision(self, client: int) -> int | None:
-        """A number that changes whenever `model_for(client)` does; None: not known, so it is
-        looked at anew."""
-        return None
-
-    def reply_to(self, client: int) -> Tensor:
-        """The model with which a client is answered at once, right after its update was folded."""
-        return self.model_for(client)
+    def rounds_of_run(self, given: int, clients: int) -> int:
+        """How many rounds a run has that was given so many."""
+        return given
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         """Take an update in. Returns whether what is served has changed (a new version)."""
@@ -135,11 +139,48 @@ class Strategy(Options):
         """All clients of a synchronous round have answered or are lost. Returns as `fold` does."""
         return False
 
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
+    def training(self, in_flight: InFlights) -> None:
+        """An update was folded or lost, or a client has left: these are in training now, before
+        anybody else is started."""
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """This was sent (with `preempt`, to a client that is in training already)."""
+
+    # -- queries: pure -------------------------------------------------------------------------
+
+    def model_for(self, client: int) -> Tensor:
+        """What the client would be sent to train now. Never modified in place afterwards."""
+        raise NotImplementedError
+
+    def serve(self, client: int) -> Tensor:
+        """What the client would use now: the model that is evaluated and adapted. It differs from
+        `model_for` in methods that train one model and serve another, such as its moving average.
+        With `single_model`, one object for all as long as it does not change."""
+        return self.model_for(client)
+
+    def reply_to(self, client: int) -> Tensor:
+        """The model with which a client is answered at once, right after its update was folded."""
+        return self.model_for(client)
+
+    def task(self, client: int) -> Task:
+        """How the client is to train. (The schedule of the run changes the learning rate of what is
+        sent: an update's own `task` has the one that its client used.)"""
+        return self.context.task
+
+    def vectors_for(self, client: int) -> Mapping[str, Tensor]:
+        """What else the client is sent, by name (`Dispatch.vectors`)."""
+        return {}
+
+    def revision(self, client: int) -> int | None:
+        """A number that changes whenever `serve(client)` does; None: not known, so it is looked at
+        anew."""
+        return None
+
+    def refresh(self, in_flight: InFlights) -> Sequence[int]:
         """Clients in training that are to be sent a fresh model now (multicast)."""
         return ()
 
-    def urgent(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
+    def urgent(self, in_flight: InFlights) -> Sequence[int]:
         """Clients in training that are to stop at their next epoch boundary and report."""
         return ()
 
@@ -154,6 +195,8 @@ class Strategy(Options):
     def similarity(self) -> FloatArray | None:
         """S[i, j]: how alike clients i and j are, where the method measures it; NaN: not known."""
         return None
+
+    # -- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         """What must be remembered: tensors, arrays, JSON values, and objects with a state."""

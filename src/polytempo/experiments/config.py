@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, cast
+from typing import Annotated, Any, Literal, Self, TypedDict, cast
 
 import pydantic
 import tomli_w
@@ -16,15 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from polytempo.core.bank import Storage
 from polytempo.core.errors import PolytempoError, nearest
-from polytempo.core.parameters import BufferPolicy
+from polytempo.core.layout import BufferPolicy, Parts
+from polytempo.core.optimizer import OPTIMIZERS
 from polytempo.core.registry import Registry
+from polytempo.core.schedule import SCHEDULES
 from polytempo.core.strategy import Refill
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.storage import mapped
 from polytempo.strategies import STRATEGIES
-from polytempo.training import BackendName
+from polytempo.training import BackendName, SolverName
 
 Spec = str | dict[str, Any]
 _REGISTRIES: dict[str, Registry[Any]] = {
@@ -34,6 +36,8 @@ _REGISTRIES: dict[str, Registry[Any]] = {
     "devices": DEVICES,
     "network": NETWORKS,
     "dropout": DROPOUTS,
+    "optimizer": OPTIMIZERS,
+    "lr_schedule": SCHEDULES,
 }
 _TASK = Task()
 
@@ -80,6 +84,15 @@ class RunConfig(BaseModel):
         "share",
         description="batch-norm statistics: share (travel with the model) or reset (start afresh)",
     )
+    personal: str | None = Field(
+        None,
+        description="what of the model stays with its client: head (the last linear layer), norm "
+        "(normalisation layers), body (all but the head), or patterns of parameter names, "
+        "separated by commas",
+    )
+    freeze: str | None = Field(
+        None, description="what of the model is never trained or sent: as for personal"
+    )
     rounds: Annotated[int, Field(ge=1)] = Field(
         400, description="updates that the server folds in before the run ends (p2p: local rounds)"
     )
@@ -116,11 +129,23 @@ class RunConfig(BaseModel):
         _TASK.batch_size, description="samples in a mini-batch"
     )
     lr: Annotated[float, Field(gt=0)] = Field(_TASK.lr, description="local learning rate")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
-        _TASK.momentum, description="local momentum"
+    lr_schedule: Spec = Field(
+        "constant",
+        description="how the learning rate that clients are sent changes with the updates folded: "
+        f"{', '.join(SCHEDULES)}",
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        _TASK.weight_decay, description="local weight decay"
+    optimizer: Spec = Field(
+        "sgd", description=f"local optimizer: {', '.join(OPTIMIZERS)}, each with its options"
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="local momentum (short for sgd:momentum=...; 0.9)"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="local weight decay (short for the optimizer's option; 0.0001)"
+    )
+    keep_optimizer: bool = Field(
+        False,
+        description="clients keep the moments of their optimizer from one training to the next",
     )
     eval_every: Annotated[int, Field(ge=1)] | None = Field(
         None, description="evaluate after so many updates (a fortieth of the rounds)"
@@ -131,10 +156,18 @@ class RunConfig(BaseModel):
     adapt_always: bool = Field(
         False, description="measure the adapted accuracy at every evaluation, not only at the end"
     )
+    solver: SolverName = Field(
+        "auto",
+        description="how a training is computed: torch (anything), dense (mlp, linear: several "
+        "clients at once), or auto (dense if possible)",
+    )
     backend: BackendName = Field(
         "auto",
-        description="how clients are trained: serial, batched (mlp, linear), processes, ray, or "
-        "auto (batched if possible, on all processors if the run is not small)",
+        description="where trainings run: serial (this process), processes, ray, or auto (on all "
+        "processors if the run is not small)",
+    )
+    device: str = Field(
+        "cpu", description="what trainings are computed on: cpu, cuda, cuda:N, mps, or auto"
     )
     workers: Annotated[int, Field(ge=1)] | None = Field(
         None, description="worker processes that train (as many as processors); no result changes"
@@ -160,6 +193,27 @@ class RunConfig(BaseModel):
             return None
         registry = _REGISTRIES[str(info.field_name)]
         return registry.describe(registry.create(value))
+
+    @pydantic.field_validator("backend", mode="before")
+    @classmethod
+    def _renamed(cls, value: Any) -> Any:
+        if value == "batched":
+            raise PolytempoError(
+                "backend batched is a solver now: use --solver dense, and --backend serial or "
+                "processes for where it runs"
+            )
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _complete_optimizer(self) -> Self:
+        """What was said in short becomes an option of the optimizer."""
+        assert isinstance(self.optimizer, dict)
+        short = {name: getattr(self, name) for name in ("momentum", "weight_decay")}
+        given = {name: value for name, value in short.items() if value is not None}
+        if given:
+            self.optimizer = OPTIMIZERS.describe(OPTIMIZERS.create({**self.optimizer, **given}))
+            self.momentum = self.weight_decay = None
+        return self
 
     @property
     def strategy_table(self) -> dict[str, Any]:
@@ -187,12 +241,18 @@ class RunConfig(BaseModel):
         return Storage(bits[self.bank], seed=self.seed)
 
     def task(self) -> Task:
-        return Task(**{name: getattr(self, name) for name in SOLVER})
+        return Task(**{name: getattr(self, name) for name in TASK})
+
+    def parts(self) -> Parts:
+        """What of the model is not simply shared."""
+        split = {name: (getattr(self, name) or "").split(",") for name in ("personal", "freeze")}
+        personal, frozen = ([word.strip() for word in words if word] for words in split.values())
+        return Parts(personal, frozen, self.buffers)
 
 
 EXECUTION = ("workers",)  # what has no influence on any result
 FEDERATION = ("data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit")
-SOLVER = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay")
+TASK = ("epochs", "steps", "batch_size", "lr", "optimizer", "keep_optimizer")
 
 
 def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunConfig:

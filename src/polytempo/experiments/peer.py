@@ -10,10 +10,9 @@ import json
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.parameters import ParameterSpace
 from polytempo.core.strategy import Context
 from polytempo.experiments.config import FEDERATION, RunConfig, write_config
 from polytempo.experiments.result import write_table
@@ -25,16 +24,16 @@ from polytempo.network.session import Address
 from polytempo.network.wire import check_name
 from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
-from polytempo.training import Learner, Schedule
+from polytempo.training import AutogradSolver, Learner, Schedule
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
 PEER_SETTINGS = (  # those of a run that matter to a peer, beside its strategy
     *FEDERATION,
-    *("model", "buffers", "rounds", "messages", "batch_size", "lr", "momentum", "weight_decay"),
-    *("eval_every", "seed"),
+    *("model", "buffers", "personal", "freeze", "rounds", "messages", "batch_size", "lr"),
+    *("optimizer", "momentum", "weight_decay", "eval_every", "seed"),
 )
-FIXED = ("seed", "model", "buffers", "batch_size", "lr", "momentum", "weight_decay")  # on resuming
+FIXED = ("seed", "model", "buffers", "personal", "freeze", "batch_size", "lr", "optimizer")
 
 
 def client_of(id: str, client: int | None, clients: int) -> int:
@@ -74,37 +73,27 @@ def run_peer(
     `wait`: begin when all clients of the federation are there, or after half a minute.
     """
     strategy = config.make("strategy")
-    if not isinstance(strategy, P2P):
+    if strategy.engine != "peers":
         name = config.strategy_table["name"]
         raise PolytempoError(f"peers on a network need the strategy p2p, not {name}")
+    strategy = cast(P2P, strategy)
     check_name("peer", id)
     check_name("run", run)
     federation = load_federation(config)
     clients = federation.clients
     client = client_of(id, client, clients)
     inputs = Inputs(federation.shape, federation.classes, federation.vocabulary)
-    space = ParameterSpace(build(config.model, inputs, config.seed), config.buffers)
+    module = build(config.model, inputs, config.seed)
+    solver = AutogradSolver(module, federation, config.seed, config.parts())
     task = config.task()
-    strategy.setup(Context(space.read(), federation.samples, task, config.seed))
-    shard = federation.train[client]
+    strategy.setup(Context(solver.space.read(), federation.samples, task, config.seed))
     target = strategy.iterations(config.rounds)
-    learner = Learner(
-        space,
-        federation.x[shard],
-        federation.y[shard],
-        peer=client,
-        task=task,
-        schedule=Schedule(target, strategy.milestones, strategy.gamma),
-        seed=config.seed,
-        prepare=federation.prepare,
-    )
-    tested = range(clients) if strategy.common_test else [client]
+    schedule = Schedule(target, strategy.milestones, strategy.gamma)
+    learner = Learner(solver, peer=client, task=task, schedule=schedule)
+    tested = list(range(clients)) if strategy.common_test else [client]
 
     def evaluate(learner: Learner) -> float:
-        scores = [
-            learner.evaluate(federation.x[federation.test[k]], federation.y[federation.test[k]])
-            for k in tested
-        ]
+        scores = learner.evaluate(tested)
         return sum(score.correct for score in scores) / sum(score.total for score in scores)
 
     plan = PeerPlan(
@@ -134,7 +123,7 @@ def run_peer(
         "strategy": "p2p",
         "federation": federation.description,
         "client": client,
-        "parameters": space.size,
+        "parameters": solver.space.size,
         "seed": config.seed,
         **found,
         "version": version("polytempo"),

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch import Tensor
 from polytempo.core.errors import PolytempoError
 from polytempo.report import (
     Curve,
-    Line,
     plot_accuracy,
     plot_clusters,
     plot_diagnosis,
@@ -29,16 +28,21 @@ from polytempo.report import (
     plot_staleness,
     write_html,
 )
-from polytempo.simulation import Engine, PeerSimulator, Simulator
+from polytempo.simulation import Engine, Extension, clusters
 from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
 from polytempo.storage import replace_text
 from polytempo.training.footprint import peak_memory
 
-GRAPH_CLIENTS = (
-    2_000  # the graph of more clients is not drawn: it is dense, and nobody could see it
-)
-CLUSTERS = ("clusters", "cluster_purity", "cluster_ari")  # of strategies that have clusters
+CLUSTERS = clusters.FIGURES
+SOMETIMES = ("accuracy_newcomers", *CLUSTERS, "diagnosis", "peers")  # null where there is none
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have to show
+    "peers": ("Each peer's accuracy", plot_peers),
+    "diagnosis": ("Why the steps are wrong, and who moves the model", plot_diagnosis),
+    "clusters": ("Clusters: who belongs where, when", plot_clusters),
+    "similarity": ("How alike the server finds clients, over the run", plot_similarity),
+    "graph": ("Collaboration graph: who learns from whom", plot_graph),
+}
 
 
 @dataclass
@@ -94,7 +98,8 @@ class RunResult:
         if self.simulator is None:
             raise PolytempoError("a result read from a folder holds no models; run it anew")
         space = self.simulator.space
-        space.load(self.simulator.strategy.model_for(client))
+        own = self.simulator.personal(client) if space.personal else None
+        space.load(self.simulator.strategy.serve(client), own)
         return {name: value.clone() for name, value in space.module.state_dict().items()}
 
 
@@ -119,10 +124,8 @@ def summarise(
             "accuracy_std": last["accuracy_std"],
             "accuracy_worst10": last["accuracy_worst10"],
             "accuracy_adapted": last["accuracy_adapted"],
-            "accuracy_newcomers": final_accuracy(history, "accuracy_newcomers")
-            if "accuracy_newcomers" in last
-            else None,
-            **{key: last.get(key) for key in CLUSTERS},
+            **dict.fromkeys(SOMETIMES),
+            **{k: v for each in simulator.extensions.values() for k, v in each.figures().items()},
             "simulated_time": simulator.time,
             "time_to": {str(target): time_to(history, target) for target in TARGETS},
             "convergence_time": convergence_time(history),
@@ -137,8 +140,6 @@ def summarise(
             "wall_seconds": dict(simulator.wall),
             "backend": simulator.backend.name,
             "trained_in_vain": simulator.backend.wasted,
-            "diagnosis": _diagnosis(simulator),
-            "peers": simulator.peers() if isinstance(simulator, PeerSimulator) else None,
             "peak_rss_mb": (peak_memory() + simulator.backend.worker_memory) / 2**20 or None,
             "fingerprint": simulator.fingerprint,
             "version": version("polytempo"),
@@ -149,18 +150,6 @@ def summarise(
     )
 
 
-def _diagnosis(simulator: Engine) -> dict[str, Any] | None:
-    """Means over the measurements of the squared errors, and the clients' shares of influence."""
-    found = simulator.diagnosis
-    if found is None or not found.rows:
-        return None
-    means = {
-        term: sum(row[term] for row in found.rows) / len(found.rows)
-        for term in ("noise", "bias", "delay", "error", "gradient")
-    }
-    return {**means, "influence": found.influence.tolist(), "measurements": len(found.rows)}
-
-
 # -- the folder ---------------------------------------------------------------------------------
 
 
@@ -168,16 +157,12 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     """history.csv, result.json, the plots and the report. Needs matplotlib for the last two."""
     replace_text(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
     write_table(folder / "history.csv", result.history)
-    diagnosis = result.simulator.diagnosis if result.simulator else None
-    if diagnosis and diagnosis.rows:
-        write_table(folder / "diagnosis.csv", diagnosis.rows)
-    if isinstance(result.simulator, PeerSimulator):
-        write_table(folder / "peers.csv", result.simulator.each)
-    elif isinstance(result.simulator, Simulator):
-        _write_clusters(folder, result.simulator)
+    extensions = list(result.simulator.extensions.values()) if result.simulator else []
+    for extension in extensions:
+        _write_files(folder, extension)
     if not can_plot():
         return
-    images = _plots(folder, result)
+    images = _plots(folder, result, extensions)
     write_html(
         folder / "report.html",
         title=f"{result.summary['strategy']} on {result.summary['federation']}",
@@ -189,19 +174,14 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     )
 
 
-def _write_clusters(folder: Path, simulator: Simulator) -> None:
-    """clusters.csv: who has changed to which cluster, and when. similarity.npz: how alike clients
-    were, a few times. Both for strategies that know it."""
-    found = simulator.clusters
-    if found.changes:
-        columns = ("round", "time", "client", "cluster")
-        rows = [dict(zip(columns, change, strict=True)) for change in found.changes]
-        write_table(folder / "clusters.csv", rows)
-    kept = found.gallery(simulator.round, simulator.time)
-    if kept:
-        rounds, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
-        with (folder / "similarity.npz").open("wb") as file:
-            np.savez_compressed(file, rounds=rounds, times=times, matrices=matrices)
+def _write_files(folder: Path, extension: Extension) -> None:
+    """The tables and arrays that it has to show."""
+    for name, rows in extension.tables().items():
+        if rows:
+            write_table(folder / f"{name}.csv", rows)
+    for name, arrays in extension.arrays().items():
+        with (folder / f"{name}.npz").open("wb") as file:
+            np.savez_compressed(file, **arrays)
 
 
 def can_plot() -> bool:
@@ -212,48 +192,18 @@ def can_plot() -> bool:
     return False
 
 
-def _plots(folder: Path, result: RunResult) -> list[tuple[str, Path]]:
+def _plots(
+    folder: Path, result: RunResult, extensions: Sequence[Extension]
+) -> list[tuple[str, Path]]:
     images = [("Accuracy against simulated time", result.plot(folder / "accuracy.png"))]
     counts = {int(k): v for k, v in result.summary["staleness"].items()}
     if counts:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
-    simulator = result.simulator
-    if isinstance(simulator, PeerSimulator):
-        path = plot_peers(_each_peer(simulator), folder / "peers.png")
-        images.append(("Each peer's accuracy", path))
-    diagnosis = simulator.diagnosis if simulator else None
-    if diagnosis and diagnosis.rows:
-        path = folder / "diagnosis.png"
-        plot_diagnosis(diagnosis.rows, diagnosis.influence.tolist(), path)
-        images.append(("Why the steps are wrong, and who moves the model", path))
-    if not isinstance(simulator, Simulator) or simulator.federation.clients > GRAPH_CLIENTS:
-        return images
-    found, groups = simulator.clusters, simulator.federation.groups
-    rounds, clients = simulator.round, simulator.federation.clients
-    if found.changes and rounds:
-        path = plot_clusters(found.changes, clients, rounds, folder / "clusters.png", groups)
-        images.append(("Clusters: who belongs where, when", path))
-    kept = found.gallery(rounds, simulator.time)
-    if kept:
-        path = plot_similarity(kept, folder / "similarity.png", groups)
-        images.append(("How alike the server finds clients, over the run", path))
-    graph = simulator.strategy.collaboration()
-    if graph is not None:
-        path = plot_graph(graph, folder / "graph.png", groups)
-        images.append(("Collaboration graph: who learns from whom", path))
+    for name, given in ((n, g) for each in extensions for n, g in each.plots().items()):
+        caption, draw = PLOTS[name]
+        images.append((caption, draw(path=folder / f"{name}.png", **given)))
     return images
-
-
-def _each_peer(simulator: PeerSimulator) -> dict[str, Line]:
-    """When which peer was how good; those on slow devices are called so."""
-    lines: dict[str, Line] = {}
-    for peer, factor in enumerate(simulator.factors):
-        rows = simulator.each[peer :: len(simulator.factors)]
-        speed = f", {factor:g} times slower" if factor > 1 else ""
-        times, accuracies = [row["time"] for row in rows], [row["accuracy"] for row in rows]
-        lines[f"peer {peer}{speed}"] = times, accuracies
-    return lines
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.strategy import Strategy
+from polytempo.core.events import to_json
+from polytempo.core.schedule import Constant
+from polytempo.core.strategy import Kind, Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import (
     FEDERATION,
@@ -26,11 +27,11 @@ from polytempo.experiments.config import (
 )
 from polytempo.experiments.result import RunResult, summarise, write_result
 from polytempo.models import MODELS, Inputs, Model, build
-from polytempo.simulation import Engine, PeerSimulator, Simulator, restore, snapshot
+from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.engine import Observer, World
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import P2P, STRATEGIES
-from polytempo.training import make_backend
+from polytempo.training import find_device, make_backend
 from polytempo.training.footprint import peak_memory
 
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
@@ -67,7 +68,8 @@ def simulate(
         "data": GIVEN + federation.description,
         "model": _model_name(model),
     }
-    config = _enough_rounds(config.model_copy(update=truth), chosen, federation.clients)
+    truth["rounds"] = chosen.rounds_of_run(config.rounds, federation.clients)
+    config = config.model_copy(update=truth)
     simulator = make_simulator(config, federation, model, chosen)
     if out is None:
         peak_memory(reset=True)
@@ -94,7 +96,8 @@ def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[Ru
     """The run's world, and its settings with everything filled in that was left open."""
     federation = federation or load_federation(config)
     strategy = config.make("strategy")
-    config = _enough_rounds(config, strategy, federation.clients)
+    rounds = strategy.rounds_of_run(config.rounds, federation.clients)
+    config = config.model_copy(update={"rounds": rounds})
     simulator = make_simulator(config, federation, config.model, strategy)
     filled: dict[str, Any] = {
         "clients": federation.clients,
@@ -109,13 +112,6 @@ def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[Ru
     if config.data_dir is not None:
         filled["data_dir"] = str(Path(config.data_dir).expanduser().resolve())
     return config.model_copy(update=filled), simulator
-
-
-def _enough_rounds(config: RunConfig, strategy: Strategy, clients: int) -> RunConfig:
-    """The rounds do not cut off a target that peers were given."""
-    if not isinstance(strategy, P2P):
-        return config
-    return config.model_copy(update={"rounds": strategy.rounds(config.rounds, clients)})
 
 
 def resume(
@@ -141,7 +137,7 @@ def resume(
     config, simulator = prepare(make_config(settings, str(folder / "config.toml")), federation)
     with simulator.backend:  # workers are forked: better before the models are there
         if (folder / CHECKPOINT).exists():
-            restore(simulator, load_state(folder / CHECKPOINT))
+            simulator.load_state_dict(load_state(folder / CHECKPOINT))
         if simulator.round > config.rounds:
             raise PolytempoError(
                 f"{folder} has folded {simulator.round} updates already; ask for more "
@@ -193,27 +189,26 @@ def make_simulator(
         "devices": config.make("devices"),
         "network": config.make("network"),
         "dropout": config.make("dropout"),
-        "buffers": config.buffers,
+        "parts": config.parts(),
         "eval_every": config.evaluation_interval,
         "adapt_epochs": config.adapt_epochs,
         "adapt_always": config.adapt_always,
         "seed": config.seed,
     }
-    if isinstance(strategy, P2P):
-        if config.diagnose or config.refill not in (None, strategy.refill):
-            name = "diagnose" if config.diagnose else "refill"
-            raise PolytempoError(
-                f"{name} is about a server's steps, and p2p has no server: leave it"
-            )
-        return PeerSimulator(
-            federation, module, strategy, rounds=config.rounds, check=config.check, **world
-        )
+    return ENGINES[strategy.engine](config, federation, module, strategy, world)
+
+
+def _with_server(
+    config: RunConfig, federation: Federation, module: nn.Module, strategy: Strategy, world: World
+) -> Engine:
     world["storage"] = config.storage()
     world["backend"] = make_backend(
         module,
         federation,
         config.seed,
-        config.buffers,
+        config.parts(),
+        solver=config.solver,
+        device=find_device(config.device),
         name=config.backend,
         workers=config.workers,
         small=_arithmetic(config, federation, module) < SMALL,
@@ -224,10 +219,32 @@ def make_simulator(
         strategy,
         slots=config.slots,
         refill=config.refill,
+        schedule=config.make("lr_schedule"),
         check=config.check,
         diagnose=config.diagnose,
         **world,
     )
+
+
+def _among_peers(
+    config: RunConfig, federation: Federation, module: nn.Module, strategy: Strategy, world: World
+) -> Engine:
+    if config.diagnose or config.refill not in (None, strategy.refill):
+        name = "diagnose" if config.diagnose else "refill"
+        raise PolytempoError(f"{name} is about a server's steps, and p2p has no server: omit it")
+    if config.make("lr_schedule") != Constant():
+        raise PolytempoError(
+            "lr_schedule counts a server's updates, and p2p has no server: set "
+            "p2p:milestones=[0.5,0.75],gamma=0.1 instead"
+        )
+    peers = cast(P2P, strategy)  # whose engine this is
+    return PeerSimulator(
+        federation, module, peers, rounds=config.rounds, check=config.check, **world
+    )
+
+
+Build = Callable[[RunConfig, Federation, nn.Module, Strategy, World], Engine]
+ENGINES: dict[Kind, Build] = {"server": _with_server, "peers": _among_peers}
 
 
 def _arithmetic(config: RunConfig, federation: Federation, module: nn.Module) -> float:
@@ -285,7 +302,7 @@ def drive(
 
         def checkpoint() -> None:
             flush()  # no checkpoint may count events that the log does not hold
-            save_state(folder / CHECKPOINT, snapshot(simulator))
+            save_state(folder / CHECKPOINT, simulator.state_dict())
 
         def pause() -> bool:
             nonlocal last
@@ -319,7 +336,7 @@ def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[C
             )
     path.write_bytes(b"".join(kept[: simulator.events]))
     with path.open("a", encoding="utf8") as file:
-        simulator.observers.append(lambda event: print(json.dumps(event), file=file))
+        simulator.observers.append(lambda event: print(to_json(event), file=file))
         yield file.flush
 
 

@@ -60,7 +60,7 @@ class Driver:
     ) -> None:
         self.learner, self.plan, self.address, self.folder = learner, plan, address, folder
         self.evaluate, self.fixed = evaluate, dict(fixed)
-        self.wire = Wire(plan.run, learner.space)
+        self.wire = Wire(plan.run, learner.solver.space)
         self.peer = Peer(
             check_name("peer", folder.peer),
             folder.incarnation,

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, Refused
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 from polytempo.nodes import Identity, Snapshot, Token
 
 MOST_HEADER = 2_048  # bytes
@@ -78,7 +78,7 @@ class Message:
 class Wire:
     """Writes and reads the messages of one run, whose peers all train one model."""
 
-    def __init__(self, run: str, space: ParameterSpace) -> None:
+    def __init__(self, run: str, space: Layout) -> None:
         self.run = check_name("run", run)
         self.size, self.dtype = space.size, space.vector.dtype
         state = space.module.state_dict()

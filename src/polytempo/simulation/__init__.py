@@ -1,9 +1,9 @@
 """The simulators: strategies on a virtual clock."""
 
-from polytempo.simulation.checkpoint import restore, snapshot
 from polytempo.simulation.devices import DEVICES, NETWORKS
 from polytempo.simulation.dropout import DROPOUTS
 from polytempo.simulation.engine import Engine
+from polytempo.simulation.extension import Extension
 from polytempo.simulation.peers import PeerSimulator
 from polytempo.simulation.simulator import Simulator
 
@@ -12,8 +12,7 @@ __all__ = [
     "DROPOUTS",
     "NETWORKS",
     "Engine",
+    "Extension",
     "PeerSimulator",
     "Simulator",
-    "restore",
-    "snapshot",
 ]

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import time as wall
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -35,22 +35,27 @@ from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, ModelBank
 from polytempo.core.errors import PolytempoError
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import Dispatch, InFlights, Staleness, Update
+from polytempo.core.objective import Plain
 from polytempo.core.strategy import State, Strategy
-from polytempo.core.task import Plain
+from polytempo.simulation.extension import Extension, Row
 from polytempo.strategies.fedac import effective_steps
 from polytempo.training import Job
 
 if TYPE_CHECKING:
     from polytempo.simulation.simulator import Simulator
 
+TERMS = ("noise", "bias", "delay", "error", "gradient")  # squared lengths
 
-class Diagnosis:
-    """Stands in for the strategy at the server: passes every call on, to the shadows too.
+
+class Diagnosis(Extension):
+    """Lets the shadows run along, and measures.
 
     `rows` holds a measurement for the first step after every so many arrivals, `influence` each
     client's share in all steps so far.
     """
+
+    name = "diagnosis"
 
     def __init__(self, simulator: Simulator, every: int) -> None:
         self.simulator, self.every = simulator, every
@@ -81,40 +86,18 @@ class Diagnosis:
     def shadows(self) -> tuple[Strategy, Strategy, Strategy]:
         return self.exact, self.probe, self.double
 
-    # -- what the server asks the strategy ------------------------------------------------------
+    @property
+    def everybody(self) -> tuple[Strategy, ...]:
+        return self.strategy, *self.shadows
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.strategy, name)
-
-    def anchor_for(self, client: int) -> Tensor | None:
-        anchors = [shadow.anchor_for(client) for shadow in self.shadows]
-        self.anchors[client] = [anchor for anchor in anchors if anchor is not None]
-        return self.strategy.anchor_for(client)
-
-    def fold(self, update: Update, staleness: Staleness) -> bool:
-        with self._aside():
-            uploads = self._other_uploads(update)
-        self.arrivals += 1
-        given = [update, *(dataclasses.replace(update, vector=vector) for vector in uploads)]
-        return self._step(lambda strategy, k: strategy.fold(given[k], staleness))
-
-    def close_cohort(self) -> bool:
-        return self._step(lambda strategy, k: strategy.close_cohort())
-
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
-        for shadow in self.shadows:
-            shadow.refresh(in_flight)
-        return self.strategy.refresh(in_flight)
-
-    def urgent(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
-        for shadow in self.shadows:
-            shadow.urgent(in_flight)
-        return self.strategy.urgent(in_flight)
+    def stand_in(self) -> Strategy:
+        """What the server is given in place of the strategy."""
+        return cast(Strategy, Shadowed(self))
 
     # -- measuring ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Before the first arrival: everybody's gradient at the initial model."""
+    def started(self) -> None:
+        """Everybody's gradient at the initial model."""
         self._set_gradients(self.strategy.model_for(0))
 
     @property
@@ -137,7 +120,7 @@ class Diagnosis:
             job,
             task=whole,
             stream=("exact", client, self.arrivals),
-            anchor=anchors[0] if anchors else None,
+            vectors={"anchor": anchors[0]} if anchors else {},
         )
         self.simulator.backend.expect(noiseless, -1.0)
         [gradient] = self._exact_gradients([client], job.params)
@@ -162,9 +145,16 @@ class Diagnosis:
             for shadow, move in zip(self.shadows, (away, *units), strict=True)
         ]
 
-    def _step(self, call: Callable[[Strategy, int], bool]) -> bool:
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        with self._aside():
+            uploads = self._other_uploads(update)
+        self.arrivals += 1
+        given = [update, *(dataclasses.replace(update, vector=vector) for vector in uploads)]
+        return self.step(lambda strategy, k: strategy.fold(given[k], staleness))
+
+    def step(self, call: Callable[[Strategy, int], bool]) -> bool:
         """Call the strategy and its shadows, and measure if a measurement is due."""
-        everybody = (self.strategy, *self.shadows)
+        everybody = self.everybody
         before = [strategy.model_for(0) for strategy in everybody]
         changed, *_ = [call(strategy, k) for k, strategy in enumerate(everybody)]
         last = self.rows[-1]["round"] if self.rows else 0
@@ -217,7 +207,8 @@ class Diagnosis:
                 objective=Plain(),
                 upload="gradient",
             )
-            jobs.append(Job(client, model, task, ("diagnose", client, self.arrivals)))
+            stream, memory = ("diagnose", client, self.arrivals), simulator.memory.get(client)
+            jobs.append(Job(client, model, task, stream, memory=memory))
         for job in jobs:
             simulator.backend.expect(job, -1.0)  # ahead of all training
         return [simulator.backend.train(job) for job in jobs]
@@ -225,10 +216,27 @@ class Diagnosis:
     def _aside(self) -> _Aside:
         return _Aside(self.simulator.wall)
 
+    # -- what there is to show ------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """Means over the measurements, and the clients' shares of influence."""
+        if not self.rows:
+            return {}
+        means = {term: sum(row[term] for row in self.rows) / len(self.rows) for term in TERMS}
+        rest = {"influence": self.influence.tolist(), "measurements": len(self.rows)}
+        return {"diagnosis": means | rest}
+
+    def tables(self) -> dict[str, Sequence[Row]]:
+        return {"diagnosis": self.rows}
+
+    def plots(self) -> dict[str, dict[str, Any]]:
+        if not self.rows:
+            return {}
+        return {"diagnosis": {"rows": self.rows, "influence": self.influence.tolist()}}
+
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def save(self) -> State:
-        """What a checkpoint must hold (`state_dict` is the strategy's)."""
+    def state_dict(self) -> State:
         return {
             "shadows": {str(k): shadow.state_dict() for k, shadow in enumerate(self.shadows)},
             "gradients": self.gradients.state_dict(),
@@ -237,12 +245,57 @@ class Diagnosis:
             "arrivals": self.arrivals,
         }
 
-    def load(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         for k, shadow in enumerate(self.shadows):
             shadow.load_state_dict(state["shadows"][str(k)])
         self.gradients.load_state_dict(state["gradients"])
         self.anchors = {int(client): anchors for client, anchors in state["anchors"].items()}
         self.rows, self.arrivals = list(state["rows"]), state["arrivals"]
+
+
+class Shadowed:
+    """Stands in for the strategy at the server: answers its queries, and passes every notification
+    on, to the shadows too."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self.diagnosis, self.strategy = diagnosis, diagnosis.strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strategy, name)
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        client, shadows = dispatch.client, self.diagnosis.shadows
+        self.strategy.dispatched(dispatch)
+        sent = [
+            dataclasses.replace(
+                dispatch, params=shadow.model_for(client), vectors=shadow.vectors_for(client)
+            )
+            for shadow in shadows
+        ]
+        anchors = [each.vectors["anchor"] for each in sent if "anchor" in each.vectors]
+        self.diagnosis.anchors[client] = anchors
+        for shadow, theirs in zip(shadows, sent, strict=True):
+            shadow.dispatched(theirs)
+
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        return self.diagnosis.fold(update, staleness)
+
+    def close_cohort(self) -> bool:
+        return self.diagnosis.step(lambda strategy, k: strategy.close_cohort())
+
+    def lost(self, client: int) -> None:
+        self.diagnosis.anchors.pop(client, None)
+        for strategy in self.diagnosis.everybody:
+            strategy.lost(client)
+
+    def left(self, client: int) -> None:
+        self.diagnosis.anchors.pop(client, None)
+        for strategy in self.diagnosis.everybody:
+            strategy.left(client)
+
+    def training(self, in_flight: InFlights) -> None:
+        for strategy in self.diagnosis.everybody:
+            strategy.training(in_flight)
 
 
 class _Aside:

@@ -9,31 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 import math
 import time as wall
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, Concatenate, ParamSpec, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from polytempo.core import events
 from polytempo.core.bank import PLAIN_STORAGE, Storage
-from polytempo.core.parameters import BufferPolicy
-from polytempo.core.strategy import Context, Refill, Strategy
-from polytempo.core.task import Plain, Task
+from polytempo.core.errors import PolytempoError
+from polytempo.core.layout import ALL_SHARED, Parts
+from polytempo.core.objective import Plain
+from polytempo.core.strategy import Context, Refill, State, Strategy
+from polytempo.core.task import Task
 from polytempo.data import Federation
-from polytempo.simulation.checks import Checker, PeerChecker
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
-from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Dropout, NoDropout, Timeline
+from polytempo.simulation.extension import Extension
 from polytempo.simulation.metrics import models_sent, over_clients
-from polytempo.training import Backend, Job, Score, make_backend
+from polytempo.training import PERSONAL, Backend, ClientMemory, Exam, Job, Score, make_backend
 
-Observer = Callable[[dict[str, Any]], None]
+FORMAT = 5  # of checkpoints
+Observer = Callable[[events.Event], None]
+P = ParamSpec("P")
 
 
 class World(TypedDict, total=False):
@@ -43,7 +46,7 @@ class World(TypedDict, total=False):
     devices: Devices | None
     network: Network | None
     dropout: Dropout | None
-    buffers: BufferPolicy
+    parts: Parts
     eval_every: int
     adapt_epochs: int
     adapt_always: bool
@@ -57,8 +60,6 @@ class Engine:
 
     slots: int  # clients that train at once
     refill: Refill
-    checker: Checker | PeerChecker | None = None
-    diagnosis: Diagnosis | None = None
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Engine:
         devices: Devices | None = None,
         network: Network | None = None,
         dropout: Dropout | None = None,
-        buffers: BufferPolicy = "share",
+        parts: Parts = ALL_SHARED,
         eval_every: int = 20,
         adapt_epochs: int = 5,
         adapt_always: bool = False,
@@ -79,11 +80,15 @@ class Engine:
         storage: Storage = PLAIN_STORAGE,
     ) -> None:
         clients = federation.clients
-        self.backend = backend or make_backend(module, federation, seed, buffers, name="serial")
+        self.backend = backend or make_backend(
+            module, federation, seed, parts, solver="torch", name="serial"
+        )
         self.space = self.backend.solver.space
         self.federation, self.strategy, self.seed = federation, strategy, seed
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always
+        own = {PERSONAL: self.space.initial_personal} if self.space.personal else {}
+        self.memory = ClientMemory(clients, own)
         tensors = [place.stop - place.start for _, place in self.space.trained]
         self.context = Context(
             self.space.read(), federation.samples, task or Task(), seed, storage, tensors
@@ -109,7 +114,8 @@ class Engine:
         self.fingerprint = ""
         self.started = False
         self.observers: list[Observer] = []
-        self._scores: dict[int, tuple[int | None, Score]] = {}  # with the revision of the model
+        self.extensions: dict[str, Extension] = {}
+        self._scores: dict[int, tuple[object, Score]] = {}  # with the revision of the model
         self._evaluated: tuple[Tensor, list[Score]] | None = None  # the same, of a single model
 
     # -- what an engine has of its own -----------------------------------------------------------
@@ -170,7 +176,10 @@ class Engine:
     def _run(self, versions: float, until: float, stop: Callable[[], bool]) -> bool:
         with self._timed("total"):
             if not self.started:
+                self.started = True
                 self._start()
+                for extension in self.extensions.values():
+                    extension.started()
             self._go_on()
         while (
             not self.is_over()
@@ -197,18 +206,21 @@ class Engine:
         with self._timed("evaluation"):
             there = self._there()
             scores = self._evaluate(there)
-            row = {
+            means = over_clients(scores)
+            row: dict[str, Any] = {
                 "time": self.time,
                 "round": self.round,
                 "version": self.version,
-                **over_clients(scores),
+                **means,
                 "accuracy_adapted": None,
                 **self.messages,
                 "messages": self.sent,
-                **self._more(dict(zip(there, scores, strict=True))),
             }
+            by_client = dict(zip(there, scores, strict=True))
+            for extension in self.extensions.values():
+                row |= extension.evaluated(by_client)
             self.history.append(row)
-            self._emit("evaluate", None, accuracy=row["accuracy"], loss=row["loss"])
+            self._emit(events.Evaluate, means["accuracy"], means["loss"])
         if self.adapt_always and self.adapt_epochs and self.round:
             row["accuracy_adapted"] = self.adapted()
         return row
@@ -217,35 +229,52 @@ class Engine:
         """The clients that accuracies are over."""
         return range(self.federation.clients)
 
-    def _more(self, scores: Mapping[int, Score]) -> dict[str, Any]:
-        """What else an engine has to say at an evaluation; `scores` by client."""
-        return {}
-
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
-            model = self.strategy.model_for(0)
+            model, everybody = self.strategy.serve(0), range(self.federation.clients)
+            if self.space.personal:
+                [scores] = self.backend.evaluate([self._exam(model, clients)])
+                return scores
             if self._evaluated is None or self._evaluated[0] is not model:
-                [scores] = self.backend.evaluate([(model, range(self.federation.clients))])
+                [scores] = self.backend.evaluate([self._exam(model, everybody)])
                 self._evaluated = model, scores
             return [self._evaluated[1][client] for client in clients]
-        revisions = {client: self.strategy.revision(client) for client in clients}
+        revisions = {
+            client: (self.strategy.revision(client), self.memory.revision(client))
+            for client in clients
+        }
         changed = [
             client
             for client, revision in revisions.items()
-            if revision is None or self._scores.get(client, (None,))[0] != revision
+            if revision[0] is None or self._scores.get(client, (None,))[0] != revision
         ]
-        models = ((self.strategy.model_for(client), [client]) for client in changed)
-        for client, [score] in zip(changed, self.backend.evaluate(models), strict=True):
+        exams = (self._exam(self.strategy.serve(client), [client]) for client in changed)
+        for client, [score] in zip(changed, self.backend.evaluate(exams), strict=True):
             self._scores[client] = revisions[client], score
         return [self._scores[client][1] for client in clients]
 
+    def _exam(self, model: Tensor, clients: Sequence[int]) -> Exam:
+        """The model, with what each of these clients has of its own."""
+        if not self.space.personal:
+            return Exam(model, list(clients))
+        return Exam(model, list(clients), [self.personal(client) for client in clients])
+
+    def personal(self, client: int) -> Tensor:
+        """The client's own part of the model."""
+        return self.memory.get(client)[PERSONAL]
+
     def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean accuracy after every client has adapted a copy of its model by plain training;
-        None if `stop` broke it off."""
+        """Mean accuracy after every client has adapted a copy of its model by plain training; None
+        if `stop` broke it off. The learning rate is the one that was set, wherever the schedule is:
+        so the figure means the same early and late in a run."""
         with self._timed("evaluation"):
             task = replace(
-                self.context.task, objective=Plain(), epochs=self.adapt_epochs, steps=None
+                self.context.task,
+                objective=Plain(),
+                epochs=self.adapt_epochs,
+                steps=None,
+                keep_optimizer=False,
             )
             scores: list[Score] = []
             clients, together = self._there(), 2 * self.backend.width
@@ -253,17 +282,83 @@ class Engine:
                 jobs = []
                 for client in clients[begin : begin + together]:
                     stream = ("adapt", client, "round", self.round)
-                    jobs.append(Job(client, self.strategy.model_for(client), task, stream))
+                    model, memory = self.strategy.serve(client), self.memory.get(client)
+                    jobs.append(Job(client, model, task, stream, memory=memory))
                     self.backend.expect(jobs[-1])
-                models = []
+                exams = []
                 for job in jobs:
                     if stop():
                         for unused in jobs:
                             self.backend.forget(unused)
                         return None
-                    models.append((self.backend.train(job), [job.client]))
-                scores += [score for [score] in self.backend.evaluate(models)]
+                    adapted, _, memory = self.backend.carry_out(job)
+                    own = [memory[PERSONAL]] if PERSONAL in memory else None
+                    exams.append(Exam(adapted, [job.client], own))
+                scores += [score for [score] in self.backend.evaluate(exams)]
             return over_clients(scores)["accuracy"]
+
+    # -- extensions ------------------------------------------------------------------------------
+
+    def extend(self, extension: Extension) -> None:
+        """Hang an extension onto the run, before it begins or is restored."""
+        if extension.name in self.extensions:
+            raise PolytempoError(f"this run has an extension {extension.name!r} already")
+        self.extensions[extension.name] = extension
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """All that the rest of the run depends on, what is under way included; as it is, so save or
+        copy it before the engine goes on."""
+        return {
+            "format": FORMAT,
+            "data": self.federation.digest,
+            "time": self.time,
+            "queue": self.queue,
+            "counter": self.counter,
+            "started": self.started,
+            "history": self.history,
+            "messages": dict(self.messages),
+            "bytes": dict(self.bytes),
+            "staleness": [list(pair) for pair in self.staleness.items()],
+            "wall": dict(self.wall),
+            "events": self.events,
+            "fingerprint": self.fingerprint,
+            "memory": self.memory.state_dict(),
+            "extensions": {name: each.state_dict() for name, each in self.extensions.items()},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from `state`, and take it over; the engine is new, and has the settings of the
+        one that was saved."""
+        if state.get("format") != FORMAT:
+            raise PolytempoError(
+                f"the checkpoint has format {state.get('format')}, this version reads {FORMAT}; "
+                "start the run anew"
+            )
+        if state["data"] != self.federation.digest:
+            raise PolytempoError(
+                f"the checkpoint was made on other data than {self.federation.description} now "
+                "is; bring the old files back, or start the run anew"
+            )
+        missing = self.extensions.keys() - state["extensions"].keys()
+        if missing:
+            raise PolytempoError(
+                f"the checkpoint was made without the {sorted(missing)[0]}, which must see a run "
+                "from its beginning; resume without it, or start the run anew"
+            )
+        self.time, self.counter = state["time"], state["counter"]
+        self.queue = [tuple(item) for item in state["queue"]]
+        self.started = state["started"]
+        self.history = list(state["history"])
+        self.messages = Counter(state["messages"])
+        self.bytes = Counter(state["bytes"])
+        self.staleness = Counter(dict(state["staleness"]))
+        self.wall = dict(state["wall"])
+        self.events, self.fingerprint = state["events"], state["fingerprint"]
+        self.memory.load_state_dict(state["memory"])
+        for name, extension in self.extensions.items():
+            extension.load_state_dict(state["extensions"][name])
 
     # -- small things --------------------------------------------------------------------------
 
@@ -278,19 +373,18 @@ class Engine:
         return self.counter
 
     def _emit(
-        self, kind: str, client: int | None, dispatch: int | None = None, **details: Any
+        self,
+        kind: Callable[Concatenate[int, float, int, int, P], events.Event],
+        *fields: P.args,
+        **named: P.kwargs,
     ) -> None:
-        event: dict[str, Any] = {"n": self.events, "time": self.time, "event": kind}
-        if client is not None:
-            event["client"] = client
-        if dispatch is not None:
-            event["dispatch"] = dispatch
-        event |= {"round": self.round, "version": self.version, **details}
+        """Tell everybody of an event: its class, and what it has beside the common head."""
+        event = kind(self.events, self.time, self.round, self.version, *fields, **named)
         self.events += 1
-        chained = self.fingerprint + json.dumps(event)
+        chained = self.fingerprint + events.to_json(event)
         self.fingerprint = hashlib.sha256(chained.encode()).hexdigest()[:32]
-        if self.checker:
-            self.checker(event)
+        for extension in self.extensions.values():
+            extension.happened(event)
         for observer in self.observers:
             observer(event)
 

@@ -29,15 +29,22 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from polytempo.core import events
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
+from polytempo.core.strategy import State
 from polytempo.data import Federation
 from polytempo.nodes import (
     Action,
     Announce,
     Claim,
+    Claiming,
     Exchange,
+    Exchanging,
+    Fusion,
+    Granted,
     Identity,
+    Idle,
     Peer,
     Pending,
     SetDeadline,
@@ -45,9 +52,10 @@ from polytempo.nodes import (
     Token,
 )
 from polytempo.simulation.checks import PeerChecker
+from polytempo.simulation.each_peer import EachPeer
 from polytempo.simulation.engine import Engine, World
 from polytempo.strategies.p2p import P2P
-from polytempo.training import Learner, Schedule, Score
+from polytempo.training import PERSONAL, Exam, Learner, Schedule, Score
 
 CHANGE, DELIVER, TIMEOUT, ROUND = 0, 1, 2, 3  # priorities at equal times
 CLAIM_SECONDS, EXCHANGE_SECONDS = 3.0, 20.0  # time-outs; the second beside what a model takes
@@ -60,6 +68,16 @@ class Post:
     to: Identity
     event: str
     arguments: tuple[Any, ...]
+
+
+COUNTS = ("incarnations", "answers", "local_rounds", "pairings", "each", "effects")
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(Identity, Token, Snapshot, Fusion, Post),
+        *(Idle, Pending, Claiming, Granted, Exchanging),
+    )
+}
 
 
 class PeerSimulator(Engine):
@@ -91,17 +109,8 @@ class PeerSimulator(Engine):
         self.bytes.update(exchange=0)
         schedule = Schedule(strategy.iterations(rounds), strategy.milestones, strategy.gamma)
         self.learners = [
-            Learner(
-                self.space,
-                federation.x[part],
-                federation.y[part],
-                peer=client,
-                task=task,
-                schedule=schedule,
-                seed=self.seed,
-                prepare=federation.prepare,
-            )
-            for client, part in enumerate(federation.train)
+            Learner(self.backend.solver, peer=client, task=task, schedule=schedule)
+            for client in range(clients)
         ]
         self.nbytes = self.learners[0].params.nbytes
         self.machines: dict[int, Peer] = {}  # of the peers that are there
@@ -113,7 +122,9 @@ class PeerSimulator(Engine):
         self.local_rounds = self.pairings = 0
         self.each: list[dict[str, float]] = []  # a row for each peer and evaluation
         self.effects: list[list[float]] = [[] for _ in range(clients)]  # of fusions on accuracy
-        self.checker = PeerChecker() if check else None
+        if check:
+            self.extend(PeerChecker())
+        self.extend(EachPeer(self))
 
     @property
     def round(self) -> int:
@@ -137,7 +148,6 @@ class PeerSimulator(Engine):
     # -- what happens --------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.started = True
         self._record()
         absent = set()
         for index, change in enumerate(self.changes):
@@ -195,12 +205,12 @@ class PeerSimulator(Engine):
         client = change.client
         if change.available:
             if client not in self.machines:
-                self._emit("return", client)
+                self._emit(events.Return, client)
                 self._join(client)
             return
         self.lost |= {client} if change.for_good else set()
         if client in self.machines:
-            self._emit("leave", client)
+            self._emit(events.Leave, client)
             identity = self.machines.pop(client).identity
             self.training.pop(client, None)
             for other in self.machines.values():
@@ -228,7 +238,7 @@ class PeerSimulator(Engine):
             learner.steps(self.strategy.local_steps)
         self.local_rounds += 1
         self.strategy.models[client] = learner.params
-        self._emit("train", client, iteration=learner.iteration)
+        self._emit(events.Train, client, learner.iteration)
         self._fuse(client)
         stop = machine.stop() if learner.finished else []
         snapshot = Snapshot(learner.params, learner.progress, learner.iteration)
@@ -253,7 +263,7 @@ class PeerSimulator(Engine):
                 learner.fuse(fused)
                 self.strategy.models[client] = fused
                 partner, ticket = int(fusion.partner.peer), _name(fusion.token)
-                self._emit("fuse", client, ticket=ticket, partner=partner, weight=weight)
+                self._emit(events.Fuse, client, ticket, partner, weight)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -267,7 +277,7 @@ class PeerSimulator(Engine):
                     self._time_out(me, seconds, "deadline", token)
                 case Claim(timeout=timeout):
                     self.messages["claim"] += 1
-                    self._emit("claim", client, ticket=_name(token))
+                    self._emit(events.Claim, client, _name(token))
                     self._post(owner, "claimed", me, token)
                     self._time_out(me, timeout, "claim_answered", token, None)
                 case Exchange(snapshot=snapshot, timeout=timeout):
@@ -276,7 +286,8 @@ class PeerSimulator(Engine):
                 case _:
                     appears = isinstance(action, Announce)
                     self.messages["announce"] += 1
-                    self._emit("announce" if appears else "withdraw", client, ticket=_name(token))
+                    kind = events.Announce if appears else events.Withdraw
+                    self._emit(kind, client, _name(token))
                     for other in self.machines.values():
                         if other.identity != me:
                             self._post(other.identity, "appeared" if appears else "vanished", token)
@@ -296,7 +307,7 @@ class PeerSimulator(Engine):
 
     def _send(self, client: int, token: Token, snapshot: Snapshot) -> None:
         self._count("exchange", snapshot.params.nbytes)
-        self._emit("exchange", client, ticket=_name(token), progress=snapshot.progress)
+        self._emit(events.Exchange, client, _name(token), snapshot.progress)
 
     def _deliver(self, time: float, client: int, post: Post) -> None:
         """An event reaches the machine that it is for, or nobody, if that is dead."""
@@ -313,7 +324,7 @@ class PeerSimulator(Engine):
             granted, actions = found
             by, token = post.arguments
             if granted:
-                self._emit("grant", client, ticket=_name(token), partner=int(by.peer))
+                self._emit(events.Grant, client, _name(token), int(by.peer))
             self._post(by, "claim_answered", token, granted)
         elif post.event == "exchanged":
             snapshot, actions = found
@@ -359,7 +370,10 @@ class PeerSimulator(Engine):
         """The models of these clients, on their own test samples or on those of all."""
         everybody, common = range(self.federation.clients), self.strategy.common_test
         pairs = zip(clients, models, strict=True)
-        found = self.backend.evaluate((m, everybody if common else [c]) for c, m in pairs)
+        found = self.backend.evaluate(
+            self._exam_of(client, model, list(everybody) if common else [client])
+            for client, model in pairs
+        )
         return [
             Score(
                 sum(score.correct for score in scores),
@@ -368,6 +382,10 @@ class PeerSimulator(Engine):
             )
             for scores in found
         ]
+
+    def _exam_of(self, client: int, model: Tensor, tested: list[int]) -> Exam:
+        own = self.learners[client].memory.get(PERSONAL)
+        return Exam(model, tested, None if own is None else [own] * len(tested))
 
     def peers(self) -> list[dict[str, Any]]:
         """Each peer as it stands: its speed, how far it has come, how good it is, and the mean
@@ -386,6 +404,66 @@ class PeerSimulator(Engine):
             )
         ]
 
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return super().state_dict() | {
+            "target": self.learners[0].schedule.target,
+            "learners": [learner.state_dict() for learner in self.learners],
+            "machines": {str(c): _spell(_memory(each)) for c, each in self.machines.items()},
+            "posts": {str(number): _spell(post) for number, post in self.posts.items()},
+            "training": {str(client): ticket for client, ticket in self.training.items()},
+            "lost": sorted(self.lost),
+            **{name: getattr(self, name) for name in COUNTS},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        target = self.learners[0].schedule.target
+        if state["target"] != target:
+            raise PolytempoError(
+                f"the peers were on their way to {state['target']} iterations, with the learning "
+                f"rates that belong to it, and not to {target}; leave --rounds as it was, or start "
+                "anew"
+            )
+        for client, (learner, saved) in enumerate(
+            zip(self.learners, state["learners"], strict=True)
+        ):
+            learner.load_state_dict(saved)
+            self.strategy.models[client] = learner.params
+        self.incarnations = state["incarnations"]
+        for client, memory in state["machines"].items():
+            self.machines[int(client)] = machine = self.machine(int(client))
+            vars(machine).update(_read(memory))
+        self.posts = {int(number): _read(post) for number, post in state["posts"].items()}
+        self.training = {int(client): ticket for client, ticket in state["training"].items()}
+        self.lost = set(state["lost"])
+        for name in COUNTS:
+            setattr(self, name, state[name])
+
 
 def _name(token: Token) -> str:
     return f"{token.peer}.{token.incarnation}.{token.ticket}"
+
+
+def _memory(machine: Peer) -> State:
+    """What a machine remembers: all but its options."""
+    return {key: value for key, value in vars(machine).items() if key != "decision"}
+
+
+def _spell(value: Any) -> Any:
+    """Phases, tokens, snapshots and the like as tables that name their kind."""
+    kind = type(value).__name__
+    if kind in _KINDS:
+        parts = getattr(value, "_asdict", lambda: vars(value))()
+        return {kind: {key: _spell(part) for key, part in parts.items()}}
+    if isinstance(value, dict):
+        return {"dict": {key: _spell(part) for key, part in value.items()}}
+    return [_spell(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, dict):
+        [(kind, parts)] = value.items()
+        return _KINDS.get(kind, dict)(**{key: _read(part) for key, part in parts.items()})
+    return [_read(part) for part in value] if isinstance(value, list) else value

@@ -20,54 +20,47 @@ Theory of operation
    come every so many rounds; of a synchronous method, when the cohort is complete that reaches the
    round, so that a model is not dated later than it was there. Accuracies are over the clients that
    are there or have been: a newcomer counts from when it joins.
-6. Every event goes to the observers (event log, invariant checker, progress bar) and into a
-   running fingerprint: two runs with equal fingerprints did the same, bit for bit.
+6. Every event (`core/events.py`) goes to the extensions (invariant checker, clusters), to the
+   observers (event log, progress bar) and into a running fingerprint: two runs with equal
+   fingerprints did the same, bit for bit.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Unpack, cast
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import nn
 
+from polytempo.core import events
 from polytempo.core.errors import Diverged, Refused
 from polytempo.core.messages import Action, Dispatch, Stop, Update
 from polytempo.core.rng import rng
+from polytempo.core.schedule import Schedule
 from polytempo.core.server import Server
-from polytempo.core.strategy import Refill, Strategy
+from polytempo.core.strategy import Refill, State, Strategy
 from polytempo.data import Federation
 from polytempo.simulation.checks import Checker
 from polytempo.simulation.clusters import Clusters
 from polytempo.simulation.diagnosis import Diagnosis
-from polytempo.simulation.dropout import late
+from polytempo.simulation.dropout import Change, late
 from polytempo.simulation.engine import Engine, World
-from polytempo.simulation.metrics import over_clients
-from polytempo.training import Job, Score
+from polytempo.simulation.flight import (
+    Flight,
+    dispatch_state,
+    flight_state,
+    read_dispatch,
+    read_flight,
+)
+from polytempo.simulation.newcomers import Newcomers
+from polytempo.training import Job
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
-
-
-@dataclass
-class Flight:
-    """A client in training."""
-
-    first: int  # the dispatch that started it
-    number: int  # the dispatch whose model it trains (a multicast may have taken over)
-    job: Job
-    begin: float  # training begins, after the download
-    seconds: float  # of training
-    upload: float  # seconds of the upload
-    lost: bool = False
-    ticket: int = -1  # counter of its arrival event; an older one in the queue is void
-
-    def progress(self, time: float) -> float:
-        """The share of its training that the client has done by then."""
-        return max(0.0, (time - self.begin) / self.seconds)
 
 
 class Simulator(Engine):
@@ -81,6 +74,7 @@ class Simulator(Engine):
         *,
         slots: int | None = None,
         refill: Refill | None = None,
+        schedule: Schedule | None = None,
         check: bool = False,
         diagnose: int | None = None,
         **world: Unpack[World],
@@ -91,16 +85,21 @@ class Simulator(Engine):
             slots = clients
         elif slots is None:
             slots = min(clients, max(4, math.ceil(clients / 10)))
-        self.server = Server(strategy, self.context, slots=slots, refill=refill)
+        self.server = Server(strategy, self.context, slots=slots, refill=refill, schedule=schedule)
         self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
         self.late = late(self.changes)
-        self.clusters = Clusters(strategy, federation.groups)
-        self.checker: Checker | None = Checker(slots) if check else None
-        self.diagnosis = Diagnosis(self, diagnose) if diagnose else None
-        if self.diagnosis:
-            self.server.strategy = cast(Strategy, self.diagnosis)
+        self.changes_by = {kind: _by_count(self.changes, kind) for kind in ("round", "version")}
+        if check:
+            self.extend(Checker(slots))
+        if diagnose:
+            diagnosis = Diagnosis(self, diagnose)
+            self.server.strategy = diagnosis.stand_in()
+            self.extend(diagnosis)
+        self.extend(Clusters(self))
+        if self.late:
+            self.extend(Newcomers(self))
 
     @property
     def round(self) -> int:
@@ -113,15 +112,11 @@ class Simulator(Engine):
     # -- running -------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.started = True
         for index, change in enumerate(self.changes):
             if change.timed and change.time > 0:  # for others, see `_counted`
                 self._push(change.time, CHANGE, change.client, index, 0)
         actions = self.server.join(set(range(self.federation.clients)) - self.late)
-        self.clusters.look(0, self.time)
         self._record()
-        if self.diagnosis:
-            self.diagnosis.start()
         self._act(actions)
 
     def _go_on(self) -> None:
@@ -130,8 +125,8 @@ class Simulator(Engine):
 
     def _step(self) -> None:
         time, priority, counter, client, index, number = heapq.heappop(self.queue)
-        if self.checker:
-            self.checker.popped((time, priority, counter))
+        for extension in self.extensions.values():
+            extension.popped((time, priority, counter))
         flight = self.flights.get(client)
         if priority == ARRIVE and (flight is None or flight.ticket != counter):
             return  # the client has left, or an urgent request has moved its arrival
@@ -151,7 +146,7 @@ class Simulator(Engine):
             self._drop(client, self.server.lost)
             return
         with self._timed("training"):
-            vector, extras = self.backend.carry_out(flight.job)
+            vector, extras, memory = self.backend.carry_out(flight.job)
         samples = self.federation.samples[client]
         update = Update(client, flight.number, vector, samples, extras)
         stale = self.server.staleness(client, flight.number)
@@ -168,10 +163,10 @@ class Simulator(Engine):
                     f"round {self.server.round}, simulated time {self.time:g}: {why}"
                 ) from refusal
         del self.flights[client]
+        self.memory.set(client, memory)
         self.staleness[stale.rounds] += 1
         self._count("upload", update.nbytes)
-        details = {"staleness": stale.rounds, "versions": stale.versions}
-        self._emit("upload", client, flight.number, **details)
+        self._emit(events.Upload, client, flight.number, stale.rounds, stale.versions)
         self._act(actions)
         self._counted(self.server.round - 1, version)
 
@@ -180,7 +175,7 @@ class Simulator(Engine):
         flight = self.flights.pop(client)
         self.backend.forget(flight.job)
         actions = tell(client)
-        self._emit("drop", client, flight.number)
+        self._emit(events.Drop, client, flight.number)
         self._act(actions)
         self._counted(self.server.round, version)
 
@@ -188,14 +183,20 @@ class Simulator(Engine):
         """The counters were these, and have gone up perhaps. Who comes or goes with a round, or a
         version of the model, does so now; and evaluations are due with rounds."""
         server = self.server
-        self.clusters.look(server.round, self.time)
-        for index, change in enumerate(self.changes):
-            by_version = change.version is not None and version < change.version <= server.version
-            by_round = change.round is not None and round_ < change.round <= server.round
-            if by_version or by_round:
-                self._change(index)
-        due = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
-        if due and (server.refill != "cohort" or server.version > version):
+        passed = {
+            "round": range(round_ + 1, server.round + 1),
+            "version": range(version + 1, server.version + 1),
+        }
+        due = [
+            index
+            for kind, counts in passed.items()
+            for count in counts
+            for index in self.changes_by[kind].get(count, ())
+        ]
+        for index in sorted(due):
+            self._change(index)
+        evaluate = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
+        if evaluate and (server.refill != "cohort" or server.version > version):
             self._record()
 
     def _change(self, index: int) -> None:
@@ -204,10 +205,10 @@ class Simulator(Engine):
         if change.available:
             new = client not in self.server.known
             actions = self.server.join([client])
-            self._emit("join" if new and self.server.round else "return", client)
+            self._emit(events.Join if new and self.server.round else events.Return, client)
             self._act(actions)
             return
-        self._emit("leave", client)
+        self._emit(events.Leave, client)
         if not change.for_good:
             self.server.away(client)
         elif client in self.flights:
@@ -221,20 +222,20 @@ class Simulator(Engine):
         for action in actions:
             client = action.client
             if isinstance(action, Stop):
-                self._emit("urgent", client, action.number)
+                self._emit(events.Urgent, client, action.number)
                 self._post(STOP, action, 0.0)
             elif self.sent >= self.budget:
                 return  # the run ends here
             elif action.preempt:
                 self._count("multicast", action.nbytes)
-                self._emit("multicast", client, action.number)
+                self._emit(events.Multicast, client, action.number)
                 if self._post(DELIVER, action, action.nbytes / self.bandwidths[client]):
                     self.transit[action.number] = action
                 else:
-                    self._emit("missed", client, action.number)
+                    self._emit(events.Missed, client, action.number)
             else:
                 self._count("dispatch", action.nbytes)
-                self._emit("dispatch", client, action.number)
+                self._emit(events.Dispatch, client, action.number)
                 self._launch(action)
 
     def _post(self, priority: int, message: Action, delay: float) -> bool:
@@ -258,7 +259,8 @@ class Simulator(Engine):
         if isinstance(fate, float):
             seconds *= fate
         stream = ("client", client, "dispatch", number)
-        job = Job(client, dispatch.params, dispatch.task, stream, anchor=dispatch.anchor)
+        vectors, memory = dispatch.vectors, self.memory.get(client)
+        job = Job(client, dispatch.params, dispatch.task, stream, vectors=vectors, memory=memory)
         download = dispatch.nbytes / self.bandwidths[client]
         upload = dispatch.params.nbytes / self.bandwidths[client]
         flight = Flight(number, number, job, self.time + download, seconds, upload)
@@ -272,9 +274,9 @@ class Simulator(Engine):
         if not flight.lost:
             self.backend.expect(flight.job, flight.begin + flight.seconds)
 
-    def _change_job(self, flight: Flight, **changes: Any) -> None:
+    def _change_job(self, flight: Flight, job: Job) -> None:
         self.backend.forget(flight.job)
-        flight.job = replace(flight.job, **changes)
+        flight.job = job
         self._announce(flight)
 
     def _expect(self, flight: Flight, arrival: float) -> None:
@@ -294,11 +296,10 @@ class Simulator(Engine):
             done = math.ceil(flight.progress(self.time) * total)
             if done < (flight.job.last_step or total):
                 replaced, flight.number = flight.number, number
-                fresh = {"params": multicast.params, "anchor": multicast.anchor}
-                self._change_job(flight, **fresh, first_step=done)
-                self._emit("restart", client, number, replaces=replaced, step=done)
+                self._change_job(flight, flight.job.swapped(done, multicast))
+                self._emit(events.Restart, client, number, replaced, done)
                 return
-        self._emit("missed", client, number)
+        self._emit(events.Missed, client, number)
 
     def _stop(self, flight: Flight) -> None:
         """An urgent request reaches the client: the epoch in progress is its last."""
@@ -308,7 +309,7 @@ class Simulator(Engine):
         last = max(epochs, flight.job.first_step // epoch + 1) * epoch
         if last < (flight.job.last_step or total):
             self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
-            self._change_job(flight, last_step=last)
+            self._change_job(flight, replace(flight.job, last_step=last))
 
     # -- looking at it -------------------------------------------------------------------------
 
@@ -316,10 +317,28 @@ class Simulator(Engine):
         """The clients that are or have been there; all, if nobody has been yet."""
         return sorted(self.server.known) or super()._there()
 
-    def _more(self, scores: Mapping[int, Score]) -> dict[str, Any]:
-        self.clusters.keep_similarity(self.round, self.time)
-        found = self.clusters.figures()
-        if self.late:
-            new = [score for client, score in scores.items() if client in self.late]
-            found["accuracy_newcomers"] = over_clients(new)["accuracy"] if new else None
-        return found
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return super().state_dict() | {
+            "server": self.server.state_dict(),
+            "flights": [flight_state(flight) for flight in self.flights.values()],
+            "transit": [dispatch_state(dispatch) for dispatch in self.transit.values()],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.server.load_state_dict(state["server"])
+        flights = [read_flight(found) for found in state["flights"]]
+        self.flights = {flight.job.client: flight for flight in flights}
+        self.transit = {found["number"]: read_dispatch(found) for found in state["transit"]}
+
+
+def _by_count(changes: Sequence[Change], kind: str) -> dict[int, list[int]]:
+    """The indices of those changes that come with a round (or a version), by its number."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for index, change in enumerate(changes):
+        count = getattr(change, kind)
+        if count is not None:
+            found[count].append(index)
+    return dict(found)

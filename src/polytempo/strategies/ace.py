@@ -3,7 +3,7 @@ Client Heterogeneity; anonymous, under review, 2025)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from polytempo.core.bank import ModelBank
 from polytempo.core.errors import PolytempoError
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import InFlights, Staleness, Update
+from polytempo.core.objective import Drift
 from polytempo.core.strategy import STRATEGIES, Context, Refill
-from polytempo.core.task import Drift, Task
+from polytempo.core.task import Task
 from polytempo.strategies.gradients import GradientStrategy
 
 PAPER = "ACE 2025 (under review)"
@@ -92,10 +93,9 @@ class ACE(GradientStrategy):
         self.started = self.started or bool(self.reported[self.awaited].all())
         return self.started
 
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
+    def training(self, in_flight: InFlights) -> None:
         if not self.started:
             self.awaited = [flight.client for flight in in_flight]
-        return ()  # nobody is sent anything
 
 
 @STRATEGIES.register("ace-8bit")
@@ -140,8 +140,8 @@ class ACEIncremental(ACE):
     def task(self, client: int) -> Task:
         return replace(super().task(client), objective=Drift())
 
-    def anchor_for(self, client: int) -> Tensor:
-        return -self.cache.row(client)  # -g_prev
+    def vectors_for(self, client: int) -> Mapping[str, Tensor]:
+        return {"anchor": -self.cache.row(client)}  # -g_prev
 
     def gradient(self, update: Update) -> Tensor:
         """What the client remembers from now on: g = g_prev + what it has uploaded"""

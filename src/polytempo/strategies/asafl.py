@@ -3,14 +3,13 @@ Internet of Things, Information Sciences 689, 2025), as far as it is known: our 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.strategies.history import History
 
@@ -64,16 +63,19 @@ class ASAFL(Strategy):
         return self.alpha * (self.usual / divergence if divergence > self.usual else 1.0)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        model, theta, client_lr = self.models.current, update.vector, self.context.task.lr
+        model, theta, client_lr = self.models.current, update.vector, update.task.lr
         server_lr = client_lr if self.server_lr is None else self.server_lr
         gradient = (self.models.ago(staleness.versions) - theta) / client_lr
         distance = torch.linalg.vector_norm(theta - model)
         divergence = float(distance / (torch.linalg.vector_norm(model) + _EPSILON))
         weight = self.adapted_weight(divergence)
         self.momentum.lerp_(gradient, 1 - self.beta)
+        self.models.release(update.client)
         self.models.add(model - server_lr * weight * self.momentum)
         return True
 
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
-        self.models.keep(in_flight)
-        return ()  # nobody is sent anything: only what clients hold is kept
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self.models.hold(dispatch.client)
+
+    def lost(self, client: int) -> None:
+        self.models.release(client)

@@ -3,12 +3,11 @@ Convergence Guarantees for Asynchronous SGD, 2022)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import InFlights, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Refill
 from polytempo.strategies.gradients import GradientStrategy
 
@@ -73,6 +72,5 @@ class DelayAdaptiveASGD(VanillaASGD):
             return False
         return True
 
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
+    def training(self, in_flight: InFlights) -> None:
         self.concurrency = len(in_flight) + 1  # with the one that has just answered
-        return ()  # nobody is sent anything

@@ -24,9 +24,10 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.bank import FloatArray, ModelBank
+from polytempo.core.client_steps import Mask
 from polytempo.core.errors import Refused
 from polytempo.core.masks import unpack
-from polytempo.core.messages import Staleness, Update
+from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, IntArray
 from polytempo.core.task import Task
 from polytempo.strategies.clustered import Clustered, unknown
@@ -138,14 +139,14 @@ class CASA(Clustered):
         alpha_c = cluster_decay(self.alpha_0, fading, size)
         return alpha_c, r_c, client_decay(alpha_c, r_c, tau)
 
-    def anchor_for(self, client: int) -> None:
-        """Nothing is sent along; but this is asked once for each dispatch, so that who started
-        when, and from what, is noted."""
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """Note who started when, and from what."""
+        client = dispatch.client
         self.started[client] = self.t
         number = int(self.cluster[client])
         self.begun[client] = self.folded[number] if number >= 0 else -1
         if self.clustering and self.reference == "update":
-            self.received[str(client)] = self.model_for(client)
+            self.received[str(client)] = dispatch.params
 
     def lost(self, client: int) -> None:
         """There will be nothing to compare with what is in its buffer."""
@@ -314,7 +315,7 @@ class CASAPlus(CASA):
         return self.s_0 / 2 * float(alpha_c - alpha_i) * (1 + math.cos(math.pi * passed))
 
     def task(self, client: int) -> Task:
-        return replace(self.context.task, sparsity=self.sparsity(client))
+        return replace(self.context.task, client_steps=(Mask(self.sparsity(client)),))
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         bits = update.extras["mask"]

@@ -4,15 +4,18 @@ every arrival. The third form, that copes with staleness, is PACE."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, ModelBank, Storage
+from polytempo.core.client_steps import Basis
 from polytempo.core.messages import Staleness, Update
+from polytempo.core.objective import Proximal, Pull
 from polytempo.core.strategy import Context, Refill, Strategy
-from polytempo.core.task import Proximal, Pull, Task
+from polytempo.core.task import Task
 from polytempo.strategies.estimators import Bases, Graph, Likeness
 from polytempo.strategies.graph import CollaborationGraph
 
@@ -48,7 +51,9 @@ class GraphStrategy(Strategy):
     def task(self, client: int) -> Task:
         """The local loss plus `lam` times the dissimilarity from the received model (PACE Eq. 4);
         with an anchor, plus `(lam/2) ||theta - anchor||^2`."""
-        task = dataclasses.replace(self.context.task, basis=self.graph.directions)
+        task = self.context.task
+        if self.graph.directions:
+            task = dataclasses.replace(task, client_steps=(Basis(self.graph.directions),))
         if not self.lam:
             return task
         objective = Proximal(self.lam) if self.anchored else Pull(self.lam, self.graph.measure)
@@ -57,10 +62,10 @@ class GraphStrategy(Strategy):
     def model_for(self, client: int) -> Tensor:
         return self.bank.row(client)
 
-    def anchor_for(self, client: int) -> Tensor | None:
+    def vectors_for(self, client: int) -> Mapping[str, Tensor]:
         if self.anchored and self.rows.known(client):
-            return self.bank.weighted_sum(self.rows.row(client))
-        return None
+            return {"anchor": self.bank.weighted_sum(self.rows.row(client))}
+        return {}
 
     def revision(self, client: int) -> int:
         return self.bank.revision(client)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from polytempo.core.bank import FloatArray
 from polytempo.core.errors import Refused
+from polytempo.core.objective import Measure
 from polytempo.core.registry import Options, Registry
 from polytempo.core.strategy import State
-from polytempo.core.task import Measure
 
 
 def project_to_simplex(point: FloatArray) -> FloatArray:

@@ -3,7 +3,7 @@ Aggregation and Fine-Grained Correction, AAAI 2024)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
@@ -12,9 +12,11 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.bank import ModelBank
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import Dispatch, Staleness, Update
+from polytempo.core.objective import Drift
+from polytempo.core.optimizer import require_sgd
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
-from polytempo.core.task import Drift, Task
+from polytempo.core.task import Task
 from polytempo.strategies.history import History, cosine
 
 
@@ -87,18 +89,19 @@ class FedAC(Strategy):
     def model_for(self, client: int) -> Tensor:
         return self.models.current
 
-    def anchor_for(self, client: int) -> Tensor:
+    def vectors_for(self, client: int) -> Mapping[str, Tensor]:
         """c - c_i, which the client adds to the gradient of every step"""
-        return self.controls.current - self.variates.row(client)
+        return {"anchor": self.controls.current - self.variates.row(client)}
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         i, delta, tau = update.client, update.vector, staleness.versions
         before = self.variates.row(i)  # c_i, as it was at the dispatch
         correction = self.controls.ago(tau) - before  # as it was sent
-        steps = effective_steps(self.context.task, update.samples)
-        self.variates.set(i, -correction - delta / (steps * self.context.task.lr))  # c_i'
+        steps = effective_steps(update.task, update.samples)
+        self.variates.set(i, -correction - delta / (steps * update.task.lr))  # c_i'
         moved = self.models.current - self.models.ago(tau)
         weight = max(cosine(delta, moved), 0.1) if bool(moved.any()) else 1.0  # r_i
+        self.lost(i)  # what it was sent is not needed any more
         self.total.add_(delta, alpha=weight)
         # (read back, for it may be kept in half precision: then c stays the mean of what is kept)
         change = self.variates.row(i) - before
@@ -123,10 +126,13 @@ class FedAC(Strategy):
         self.drift.zero_()
         self.weight, self.count = 0.0, 0
 
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
-        self.models.keep(in_flight)
-        self.controls.keep(in_flight)
-        return ()  # nobody is sent anything: only what clients hold is kept
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self.models.hold(dispatch.client)
+        self.controls.hold(dispatch.client)
+
+    def lost(self, client: int) -> None:
+        self.models.release(client)
+        self.controls.release(client)
 
 
 def effective_steps(task: Task, samples: int) -> float:
@@ -136,5 +142,5 @@ def effective_steps(task: Task, samples: int) -> float:
     later steps, so that the k-th from the end counts 1 + mu + ... + mu^(k-1) times:
     `sum_{k=1..K} (1 - mu^k) / (1 - mu)`.
     """
-    steps, mu = task.total_steps(samples), task.momentum
+    steps, mu = task.total_steps(samples), require_sgd(task.optimizer, "fedac").momentum
     return (steps - mu * (1 - mu**steps) / (1 - mu)) / (1 - mu)

@@ -10,8 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.messages import Staleness, Update
+from polytempo.core.objective import Proximal
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
-from polytempo.core.task import Proximal, Task
+from polytempo.core.task import Task
 
 
 @STRATEGIES.register("fedasync")

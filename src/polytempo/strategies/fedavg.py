@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import ArgsKwargs
 from torch import Tensor
 
+from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Staleness, Update
+from polytempo.core.objective import Proximal
 from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
-from polytempo.core.task import Proximal, Task
+from polytempo.core.task import Task
 
 
 @STRATEGIES.register("fedavg")
@@ -20,30 +23,30 @@ class FedAvg(Strategy):
 
     `w <- sum_i |D_i| theta_i / sum_i |D_i|` over the cohort. A round lasts as long as its slowest
     client. A client whose update is lost is left out of the mean.
-
-    `milestones`: after so many changes of the model the clients' learning rate is multiplied by
-    `gamma`, at each of them.
     """
 
     family: ClassVar[str] = "synchronous, one model"
     paper: ClassVar[str] = "McMahan et al. 2017"
     refill: ClassVar[Refill] = "cohort"
     single_model: ClassVar[bool] = True
-    state: ClassVar[tuple[str, ...]] = ("model", "total", "samples", "changes")
+    state: ClassVar[tuple[str, ...]] = ("model", "total", "samples")
 
-    milestones: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    gamma: Annotated[float, Field(gt=0)] = 0.1
+    @model_validator(mode="before")
+    @classmethod
+    def _moved(cls, given: ArgsKwargs) -> ArgsKwargs:
+        for option in {"milestones", "gamma"} & (given.kwargs or {}).keys():
+            raise PolytempoError(
+                f"{cls.name} has no option {option!r} any more: the learning rate has a schedule "
+                "for all strategies, --lr-schedule steps:at=[...],gamma=0.1 (lr_schedule in TOML "
+                "and Python), which counts updates, not cohorts"
+            )
+        return given
 
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.model = context.initial
-        self.changes = 0  # of the model
         self.total = torch.zeros_like(self.model, dtype=torch.float64)
         self.samples = 0
-
-    def task(self, client: int) -> Task:
-        passed = sum(self.changes >= milestone for milestone in self.milestones)
-        return replace(self.context.task, lr=self.context.task.lr * self.gamma**passed)
 
     def model_for(self, client: int) -> Tensor:
         return self.model
@@ -59,7 +62,6 @@ class FedAvg(Strategy):
         self.model = self.replacement(self.total / self.samples)
         self.total.zero_()
         self.samples = 0
-        self.changes += 1
         return True
 
     def replacement(self, mean: Tensor) -> Tensor:

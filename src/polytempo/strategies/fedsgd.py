@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polytempo.core.messages import Staleness, Update
+from polytempo.core.optimizer import require_sgd
 from polytempo.core.strategy import STRATEGIES, Context
 from polytempo.core.task import Task
 from polytempo.strategies.fedavg import FedAvg
@@ -18,26 +20,29 @@ class FedSGD(FedAvg):
     """Synchronous SGD: a cohort sends one gradient each, the server takes a step by their mean.
 
     `g = sum_i |D_i| g_i / sum_i |D_i|`, then a step of SGD on the server with the task's learning
-    rate and momentum (weight decay is in the gradients): as if the cohort's mini-batches were one.
-    The yardstick of what local steps save: it needs two messages a client for every step. The
-    task's epochs and steps have no meaning.
-
-    `milestones`: after so many steps the learning rate is multiplied by `gamma`, at each of them.
+    rate (of the run's schedule) and momentum (weight decay is in the gradients): as if the cohort's
+    mini-batches were one. The yardstick of what local steps save: it needs two messages a client
+    for every step. The task's epochs and steps have no meaning.
 
     Statistics of batch normalisation have no gradient: they would stay as they were initialised.
     Use models without.
     """
 
-    state: ClassVar[tuple[str, ...]] = (*FedAvg.state, "momentum")
+    state: ClassVar[tuple[str, ...]] = (*FedAvg.state, "momentum", "rate")
 
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.momentum = torch.zeros_like(self.total)
+        self.rate = context.task.lr  # that the cohort was sent
 
     def task(self, client: int) -> Task:
         return replace(super().task(client), upload="gradient")
 
+    def fold(self, update: Update, staleness: Staleness) -> bool:
+        self.rate = update.task.lr
+        return super().fold(update, staleness)
+
     def replacement(self, mean: Tensor) -> Tensor:
-        task = self.task(0)  # the same for all
-        self.momentum = task.momentum * self.momentum + mean
-        return (self.model - task.lr * self.momentum).to(self.model.dtype)
+        momentum = require_sgd(self.context.task.optimizer, "fedsgd").momentum
+        self.momentum = momentum * self.momentum + mean
+        return (self.model - self.rate * self.momentum).to(self.model.dtype)

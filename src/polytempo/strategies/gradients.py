@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.messages import Update
+from polytempo.core.optimizer import Sgd
 from polytempo.core.strategy import Context, Strategy
 from polytempo.core.task import Task
 
@@ -44,14 +45,15 @@ class GradientStrategy(Strategy):
     def task(self, client: int) -> Task:
         if self.local_steps == 1:
             return replace(self.context.task, upload="gradient")
-        return replace(self.context.task, steps=self.local_steps, momentum=0.0, upload="delta")
+        plain = Sgd(momentum=0.0, weight_decay=self.context.task.optimizer.weight_decay)
+        return replace(self.context.task, steps=self.local_steps, optimizer=plain, upload="delta")
 
     def model_for(self, client: int) -> Tensor:
         return self.model
 
     def gradient(self, update: Update) -> Tensor:
         """The gradient that was uploaded, or the sum of those that the client has followed."""
-        return update.vector if self.local_steps == 1 else update.vector / -self.context.task.lr
+        return update.vector if self.local_steps == 1 else update.vector / -update.task.lr
 
     def descend(self, gradient: Tensor, rate: float | None = None) -> None:
         """w <- w - eta gradient"""

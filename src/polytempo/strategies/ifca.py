@@ -3,6 +3,7 @@ published, and asynchronous as CASA's baseline."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from polytempo.core.client_steps import Choose
 from polytempo.core.errors import Refused
 from polytempo.core.messages import Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Refill
@@ -31,7 +33,7 @@ class Choosing(Clustered):
         self.revisions = [0] * self.k
 
     def task(self, client: int) -> Task:
-        return replace(self.context.task, choose=self.k)
+        return replace(self.context.task, client_steps=(Choose(self.k),))
 
     def order(self, client: int) -> list[int]:
         """The numbers of the models as they are sent: what the client chose last comes first, so
@@ -46,8 +48,9 @@ class Choosing(Clustered):
         number = self.order(client)[0]
         return self.revisions[number] * self.k + number
 
-    def anchor_for(self, client: int) -> Tensor:
-        return torch.stack([self.models[number] for number in self.order(client)[1:]])
+    def vectors_for(self, client: int) -> Mapping[str, Tensor]:
+        others = enumerate(self.order(client)[1:], start=1)
+        return {f"candidate {place}": self.models[number] for place, number in others}
 
     def note_choice(self, update: Update) -> int:
         """The client is in the cluster that it chose."""

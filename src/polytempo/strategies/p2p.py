@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
+from polytempo.core.strategy import STRATEGIES, Context, Kind, Refill, Strategy
 from polytempo.nodes.decision import DECISIONS, AtRandom, Decision
 from polytempo.nodes.fusion import FUSIONS, FusionRule, ProgressWeighted
 
@@ -45,6 +45,7 @@ class P2P(Strategy):
 
     family: ClassVar[str] = "peer to peer, personalised"
     paper: ClassVar[str] = "Sad et al. 2025"
+    engine: ClassVar[Kind] = "peers"
     refill: ClassVar[Refill] = "same"
     all_slots: ClassVar[bool] = True
 
@@ -68,8 +69,8 @@ class P2P(Strategy):
     def model_for(self, client: int) -> Tensor:
         return self.models[client]
 
-    def rounds(self, given: int, clients: int) -> int:
-        """Local rounds of all together in a run: those given, or more if the target takes more."""
+    def rounds_of_run(self, given: int, clients: int) -> int:
+        """Local rounds of all together: those given, or more if the target takes more."""
         return max(given, clients * ceil((self.target or 0) / self.local_steps))
 
     def iterations(self, rounds: int) -> int:

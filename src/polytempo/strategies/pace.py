@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import InFlights, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context
 from polytempo.strategies.collaboration import ArrivalGraph
 
@@ -76,14 +77,16 @@ class PACE(ArrivalGraph):
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.denominators = self.prior.copy()  # D, with W_j = p before j's first upload
-        self._before: Tensor | None = None  # the sender's model before its update: the reply
+        # The last sender and its model before its update: the reply, asked for at once. (Not part
+        # of the state, for there is no checkpoint between an update and its answer.)
+        self._before: tuple[int, Tensor] | None = None
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         if not self.buffer:
             return super().fold(update, staleness)
         self.note_basis(update)
         i, theta = update.client, update.vector
-        self._before = self.bank.row(i) if self.reply == "buffered" else None
+        self._before = (i, self.bank.row(i)) if self.reply == "buffered" else None
         self.bank.set(i, theta)
         taken = self.rows.column(i)  # W_ji
         taken[i] = 0.0
@@ -95,7 +98,9 @@ class PACE(ArrivalGraph):
         return True
 
     def reply_to(self, client: int) -> Tensor:
-        return self.model_for(client) if self._before is None else self._before
+        if self._before is not None and self._before[0] == client:
+            return self._before[1]
+        return self.model_for(client)
 
     @property
     def budget(self) -> int:
@@ -104,14 +109,19 @@ class PACE(ArrivalGraph):
         available = self.latency_ms / 1e3 * self.bandwidth_mhz * 1e6 * capacity
         return int(available // (self.context.initial.nbytes))
 
-    def refresh(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
-        """Eq. 16: the smallest group, most stale first, whose squared staleness exceeds omega."""
+    def refresh(self, in_flight: InFlights) -> Sequence[int]:
+        """Eq. 16: the smallest group, most stale first (equally stale ones by their ids), whose
+        squared staleness exceeds omega."""
         if not self.multicast:
             return ()
-        stalest = sorted(in_flight, key=lambda flight: -flight.staleness.rounds)
-        total = 0
-        for size, flight in enumerate(stalest[: self.budget], start=1):
-            total += flight.staleness.rounds**2
-            if total > self.omega:
-                return [flight.client for flight in stalest[:size]]
+        chosen: list[int] = []
+        total, budget = 0, self.budget
+        for rounds, alike in groupby(in_flight, key=lambda flight: flight.staleness.rounds):
+            for client in sorted(flight.client for flight in alike):
+                if len(chosen) == budget:
+                    return ()
+                chosen.append(client)
+                total += rounds**2
+                if total > self.omega:
+                    return chosen
         return ()

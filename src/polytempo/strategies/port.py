@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.messages import InFlight, Staleness, Update
+from polytempo.core.messages import Dispatch, InFlights, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.core.task import Task
 from polytempo.strategies.history import History, cosine
@@ -40,7 +41,7 @@ class PORT(Strategy):
     family: ClassVar[str] = "asynchronous, one model"
     paper: ClassVar[str] = "Su and Li 2022"
     single_model: ClassVar[bool] = True
-    state: ClassVar[tuple[str, ...]] = ("models", "total", "weight", "count", "late")
+    state: ClassVar[tuple[str, ...]] = ("models", "total", "weight", "count", "late", "asked")
 
     alpha: Annotated[float, Field(gt=0)] = 1.0  # above 0, so that some weight is
     beta: Annotated[float, Field(ge=0)] = 1.0
@@ -55,6 +56,7 @@ class PORT(Strategy):
         self.weight = 0.0
         self.count = 0
         self.late: list[int] = []  # in training and over the bound
+        self.asked: list[int] = []  # who was so before, and has been sent a request
 
     def task(self, client: int) -> Task:
         return replace(self.context.task, upload="delta")
@@ -75,6 +77,7 @@ class PORT(Strategy):
         self.total.add_(update.vector, alpha=weight)
         self.weight += weight
         self.count += 1
+        self.models.release(update.client)
         waiting = not self.requests and any(client != update.client for client in self.late)
         if self.count < self.buffer_size or waiting:
             return False
@@ -83,10 +86,17 @@ class PORT(Strategy):
         self.weight, self.count = 0.0, 0
         return True
 
-    def urgent(self, in_flight: Sequence[InFlight]) -> Sequence[int]:
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self.models.hold(dispatch.client)
+
+    def lost(self, client: int) -> None:
+        self.models.release(client)
+
+    def training(self, in_flight: InFlights) -> None:
+        over = takewhile(lambda flight: flight.staleness.versions > self.bound, in_flight)
+        self.asked, self.late = self.late, sorted(flight.client for flight in over)
+
+    def urgent(self, in_flight: InFlights) -> Sequence[int]:
         """Those over the bound, each once: who has reported is not in flight at the next call, so
         its next training begins unhurried."""
-        self.models.keep(in_flight)
-        asked = self.late
-        self.late = [f.client for f in in_flight if f.staleness.versions > self.bound]
-        return [client for client in self.late if client not in asked] if self.requests else ()
+        return [client for client in self.late if client not in self.asked] if self.requests else ()

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.bank import BoolArray, FloatArray, ModelBank
-from polytempo.core.messages import Staleness, Update
+from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.strategy import Context, IntArray
 from polytempo.strategies.clustered import Clustered, unknown
 
@@ -40,10 +40,9 @@ class Updates(Clustered):
     def similarity(self) -> FloatArray:
         return self.alike.copy()
 
-    def anchor_for(self, client: int) -> None:
-        """Nothing is sent along; but this is asked once for each dispatch, so that what the client
-        starts from is noted."""
-        self.received[str(client)] = self.model_for(client)
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """Note what the client starts from."""
+        self.received[str(dispatch.client)] = dispatch.params
 
     def lost(self, client: int) -> None:
         self.received.pop(str(client), None)

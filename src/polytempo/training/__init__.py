@@ -1,19 +1,28 @@
 """Local training on a client's shard."""
 
 from polytempo.training.executors.executor import Backend
-from polytempo.training.factory import BackendName, make_backend
+from polytempo.training.factory import BackendName, SolverName, find_device, make_backend
+from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome, Score
 from polytempo.training.learner import Learner, Schedule
-from polytempo.training.solvers.autograd import AutogradSolver, Job, Outcome, Score, Solver
+from polytempo.training.memory import ClientMemory
+from polytempo.training.session import Session
+from polytempo.training.solvers.autograd import AutogradSolver, Solver
 
 __all__ = [
+    "PERSONAL",
     "AutogradSolver",
     "Backend",
     "BackendName",
+    "ClientMemory",
+    "Exam",
     "Job",
     "Learner",
     "Outcome",
     "Schedule",
     "Score",
+    "Session",
     "Solver",
+    "SolverName",
+    "find_device",
     "make_backend",
 ]

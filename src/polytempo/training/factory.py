@@ -1,65 +1,95 @@
-"""Which backend carries a run out."""
+"""Which solver computes the trainings of a run, and which executor carries them out."""
 
 from __future__ import annotations
 
 import sys
 from typing import Literal
 
+import torch
 from torch import nn
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.parameters import BufferPolicy
+from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.data import Federation
 from polytempo.training.executors.executor import Backend
 from polytempo.training.executors.processes import Processes, cores
-from polytempo.training.solvers.autograd import AutogradSolver, Solver
+from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.dense import DenseSolver
 
-BackendName = Literal["auto", "serial", "batched", "processes", "ray"]
+SolverName = Literal["auto", "torch", "dense"]
+BackendName = Literal["auto", "serial", "processes", "ray"]
 
 
 def make_backend(
     module: nn.Module,
     federation: Federation,
     seed: int,
-    buffers: BufferPolicy = "share",
+    parts: Parts = ALL_SHARED,
     *,
+    solver: SolverName = "auto",
+    device: str = "cpu",
     name: BackendName = "auto",
     workers: int | None = None,
     small: bool = False,
 ) -> Backend:
-    """The backend of that name.
+    """A backend of that name, with a solver of that name.
 
-    serial:    one training after the other, in this process
-    batched:   several clients at once (stacks of fully connected layers only), on `workers`
-               processes; with 1, in this process
-    processes: one training at a time on each of `workers` processes
-    ray:       as processes, on the machines of a Ray cluster
-    auto:      batched if the model allows it, else processes, else serial
+    Solvers, how a training is computed:
+    torch:     anything, by autograd
+    dense:     stacks of fully connected layers with ReLU, several clients at once
+    auto:      dense if the model allows it, else torch
 
-    The numbers depend on whether training is batched (equal to about 1e-6), on nothing else. By
-    default there are as many workers as processors, but none for a `small` run.
+    Backends, where trainings run:
+    serial:    one after the other, in this process
+    processes: on `workers` processes of this machine
+    ray:       on the machines of a Ray cluster
+    auto:      processes, one for each processor, but serial for a `small` run
+
+    The numbers depend on the solver (equal to about 1e-6) and the device, on nothing else.
     """
-    stack = DenseSolver.fits(module)
-    if name == "batched" and not stack:
-        raise PolytempoError(
-            "backend batched trains stacks of fully connected layers with ReLU (mlp, linear), not "
-            f"this {type(module).__name__}; use processes, or leave the choice to auto"
-        )
+    chosen = _solver(module, solver, device)(module, federation, seed, parts, device)
+    how = "dense" if isinstance(chosen, DenseSolver) else "torch"
     if name == "serial" and workers not in (None, 1):
         raise PolytempoError(f"backend serial has no workers, got {workers}; use processes")
-    batched = name in ("auto", "batched", "ray") and stack
-    solver: Solver = (DenseSolver if batched else AutogradSolver)(module, federation, seed, buffers)
-    how = "batched" if batched else "serial"
+    if name == "processes" and chosen.device.type != "cpu":
+        raise PolytempoError(
+            f"backend processes cannot share the device {device}; use --backend serial"
+        )
     if name == "ray":
         from polytempo.training.executors.ray_actors import RayPool, processors
 
         count = workers or processors()
-        return Backend(solver, lambda: RayPool(solver, count), f"{how} on {count} Ray workers")
+        return Backend(chosen, lambda: RayPool(chosen, count), f"{how} on {count} Ray workers")
     if workers is None:
         several = sys.platform == "linux" and (name == "processes" or not small)
-        workers = cores() if several and name != "serial" else 1
+        workers = cores() if several and name != "serial" and chosen.device.type == "cpu" else 1
     if workers > 1 or name == "processes":
         count = workers
-        return Backend(solver, lambda: Processes(solver, count), f"{how} on {count} processes")
-    return Backend(solver, None, how)
+        return Backend(chosen, lambda: Processes(chosen, count), f"{how} on {count} processes")
+    return Backend(chosen, None, f"{how}, serial")
+
+
+def _solver(module: nn.Module, name: SolverName, device: str) -> type[AutogradSolver]:
+    fits = DenseSolver.fits(module) and device == "cpu"
+    if name == "dense" and not fits:
+        raise PolytempoError(
+            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear) on the "
+            f"CPU, not this {type(module).__name__} on {device}; use --solver torch, or auto"
+        )
+    return DenseSolver if name != "torch" and fits else AutogradSolver
+
+
+def find_device(name: str) -> str:
+    """The device of that name; auto: a GPU if there is one."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise PolytempoError(
+            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); "
+            "use cpu, cuda, cuda:N, mps or auto"
+        ) from error
+    return name

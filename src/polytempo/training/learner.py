@@ -8,21 +8,19 @@ that one that was saved goes on as if nothing had happened, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional
 
 from polytempo.core.errors import Diverged, PolytempoError
-from polytempo.core.parameters import ParameterSpace
 from polytempo.core.registry import Options
-from polytempo.core.rng import stream_seed
 from polytempo.core.strategy import State
 from polytempo.core.task import Task
-from polytempo.training.solvers.autograd import Job, Score, batches, score
+from polytempo.training.jobs import PERSONAL, Exam, Job, Score
+from polytempo.training.solvers.autograd import Solver
 
 
 class Schedule(Options):
@@ -43,32 +41,22 @@ class Schedule(Options):
 
 
 class Learner:
-    """One peer's model and optimiser: SGD by `task` (its `batch_size`, `lr`, `momentum` and
-    `weight_decay`), with the momentum kept over rounds and fusions.
+    """One peer's model and what it remembers: sessions of `task`, one after the other, with the
+    moments of the optimiser kept over rounds and fusions.
 
     `params` is the model: replaced by every round and fusion, never changed in place, so that
-    whoever holds it holds a snapshot. `space` may be shared by any number of learners, `prepare`
-    turns rows of `x` into what the module takes (`Federation.prepare`).
+    whoever holds it holds a snapshot. `solver` may be shared by any number of learners.
     """
 
-    def __init__(
-        self,
-        space: ParameterSpace,
-        x: Tensor,
-        y: Tensor,
-        *,
-        peer: int,
-        task: Task,
-        schedule: Schedule,
-        seed: int,
-        prepare: Callable[[Tensor], Tensor] = lambda x: x,
-    ) -> None:
-        if not len(y):
+    def __init__(self, solver: Solver, *, peer: int, task: Task, schedule: Schedule) -> None:
+        if not solver.federation.samples[peer]:
             raise PolytempoError(f"peer {peer} has no sample to train on; give it data of its own")
-        self.space, self.x, self.y, self.prepare = space, x, y, prepare
-        self.peer, self.task, self.schedule, self.seed = peer, task, schedule, seed
-        self.params = space.read()
-        self.momentum = torch.zeros(space.parameters, dtype=space.vector.dtype)
+        self.solver, self.peer, self.schedule = solver, peer, schedule
+        self.task = replace(task, keep_optimizer=True)
+        self.params = solver.space.read()
+        self.memory: dict[str, Tensor] = {}
+        if solver.space.personal:
+            self.memory[PERSONAL] = solver.space.initial_personal
         self.iteration = 0
 
     @property
@@ -83,34 +71,28 @@ class Learner:
     def steps(self, count: int) -> int:
         """Train for so many iterations, or for those that are left; returns how many."""
         count = max(0, min(count, self.schedule.target - self.iteration))
-        space, task, stream = self.space, self.task, ("peer", self.peer)
-        last = self.iteration + count
-        job = Job(self.peer, self.params, task, stream, first_step=self.iteration, last_step=last)
-        space.load(self.params)
-        space.module.train()
-        theta, grad, momentum = space.vector[: space.parameters], space.grad, self.momentum.clone()
-        with torch.random.fork_rng(devices=[]):
-            for step, rows in batches(job, len(self.y), self.seed):
-                # Dropout layers draw from torch's global stream: name that one too.
-                noise = stream_seed(self.seed, *stream, "step", step)
-                torch.default_generator.manual_seed(noise % 2**63)
-                grad.zero_()
-                logits = space.module(self._inputs(self.x[rows]))
-                torch.autograd.backward(functional.cross_entropy(logits, self.y[rows]))
-                with torch.no_grad():
-                    grad.add_(theta, alpha=task.weight_decay)
-                    momentum.mul_(task.momentum).add_(grad)
-                    theta.sub_(momentum, alpha=task.lr * self.schedule.factor(step))
-        if not bool(torch.isfinite(theta).all()):
+        for _ in range(count):
+            rate = self.task.lr * self.schedule.factor(self.iteration)
+            job = Job(
+                self.peer,
+                self.params,
+                replace(self.task, lr=rate),
+                ("peer", self.peer),
+                first_step=self.iteration,
+                last_step=self.iteration + 1,
+                memory=self.memory,
+            )
+            [(self.params, _, self.memory)] = self.solver.carry_out([job])
+            self.iteration += 1
+        if not bool(torch.isfinite(self.params).all()):
             raise Diverged(
-                f"peer {self.peer}: its model is NaN or infinite after iteration {last}; "
+                f"peer {self.peer}: its model is NaN or infinite after iteration {self.iteration}; "
                 "lower the learning rate"
             )
-        self.params, self.momentum, self.iteration = space.read(), momentum, last
         return count
 
     def fuse(self, params: Tensor) -> None:
-        """Go on from other weights; momentum and schedule stay."""
+        """Go on from other weights; memory and schedule stay."""
         if params.shape != self.params.shape:
             raise PolytempoError(
                 f"peer {self.peer} has a model of {len(self.params)} numbers and was given one of "
@@ -118,20 +100,17 @@ class Learner:
             )
         self.params = params
 
-    def evaluate(self, x: Tensor, y: Tensor) -> Score:
-        """The model on these samples."""
-        self.space.load(self.params)
-        return score(self.space.module, x, y, self._inputs)
+    def evaluate(self, clients: list[int]) -> list[Score]:
+        """The model on the test samples of these clients."""
+        own = self.memory.get(PERSONAL)
+        personal = None if own is None else [own] * len(clients)
+        return self.solver.evaluate(Exam(self.params, clients, personal))
 
     def state_dict(self) -> State:
         """What the rest of the training depends on."""
-        return {"params": self.params, "momentum": self.momentum, "iteration": self.iteration}
+        return {"params": self.params, "memory": self.memory, "iteration": self.iteration}
 
     def load_state_dict(self, state: State) -> None:
         """Go on from there."""
         self.fuse(state["params"])
-        self.momentum, self.iteration = state["momentum"], state["iteration"]
-
-    def _inputs(self, x: Tensor) -> Tensor:
-        inputs = self.prepare(x)
-        return inputs.to(self.space.vector.dtype) if inputs.is_floating_point() else inputs
+        self.memory, self.iteration = dict(state["memory"]), state["iteration"]

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.training.solvers.autograd import Job, Outcome, Score, Solver
+from polytempo.training.jobs import Exam, Job, Outcome, Score
+from polytempo.training.solvers.autograd import Solver
 
-Models = Iterable[tuple[Tensor, Sequence[int]]]  # each with the clients whose test split is meant
 AHEAD = (
     2  # requests that a worker has at a time: it goes on with the second while we fold the first
 )
@@ -34,7 +34,7 @@ class Workers(Protocol):
         """Ask for these jobs, which are of one kind."""
         ...
 
-    def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None: ...
+    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None: ...
 
     def receive(self) -> tuple[int, list[Any] | Exception]:
         """Wait for an answer: the worker, and its outcomes or lists of scores, or what went wrong
@@ -133,19 +133,21 @@ class Backend:
         del self._announced[id(job)], self._begun[id(job)]
         return self._done.pop(id(job))
 
-    def evaluate(self, models: Models) -> list[list[Score]]:
+    def evaluate(self, exams: Iterable[Exam]) -> list[list[Score]]:
         """Each model on the test splits of the clients named beside it. On workers, this goes
         before all training that they have not been asked for yet."""
         if self.pool is None:
-            return [self.solver.evaluate(model, clients) for model, clients in models]
-        numbers: list[list[int]] = []  # of the evaluations that a model is split in
-        together: list[tuple[int, Tensor, Sequence[int]]] = []
-        for model, clients in models:
-            size = math.ceil(len(clients) / (self.pool.workers * AHEAD))
+            return [self.solver.evaluate(exam) for exam in exams]
+        numbers: list[list[int]] = []  # of the parts that an exam is split in
+        together: list[tuple[int, Exam]] = []
+        for exam in exams:
+            size = math.ceil(len(exam.clients) / (self.pool.workers * AHEAD))
             numbers.append([])
-            for begin in range(0, len(clients), max(1, size)):
+            for begin in range(0, len(exam.clients), max(1, size)):
                 numbers[-1].append(next(self._counter))
-                together.append((numbers[-1][-1], model, clients[begin : begin + size]))
+                part = slice(begin, begin + size)
+                own = None if exam.personal is None else exam.personal[part]
+                together.append((numbers[-1][-1], Exam(exam.params, exam.clients[part], own)))
                 if len(together) == self.solver.group:
                     self._ask_scores(together)
                     together = []
@@ -177,12 +179,12 @@ class Backend:
             self._asked[free].append(group)
             self.pool.train(free, group)
 
-    def _ask_scores(self, models: Sequence[tuple[int, Tensor, Sequence[int]]]) -> None:
+    def _ask_scores(self, exams: Sequence[tuple[int, Exam]]) -> None:
         assert self.pool is not None
         while (free := self._free_worker()) is None:
             self._receive()
-        self._asked[free].append([number for number, _, _ in models])
-        self.pool.evaluate(free, [(model, clients) for _, model, clients in models])
+        self._asked[free].append([number for number, _ in exams])
+        self.pool.evaluate(free, [exam for _, exam in exams])
 
     def _free_worker(self) -> int | None:
         least = min(range(len(self._asked)), key=lambda worker: len(self._asked[worker]))

@@ -1,9 +1,9 @@
 """Workers that are processes of this machine.
 
 They are forked, so they have the federation, the module and the solver without any copy: nothing is
-sent to them but the numbers that name a job. Models travel through rows of shared memory, in which
-the result replaces what was received. Only models to choose from, of which a job may bring any
-number, and what few tasks want beside the result go through the pipe.
+sent to them but what a job holds. Its model travels through a row of shared memory, in which the
+result replaces it; the other vectors that few jobs bring, and few results have beside them, go
+through the pipe.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
 from polytempo.training.executors.executor import AHEAD
+from polytempo.training.executors.transport import dumps
 from polytempo.training.footprint import peak_memory, private_memory
-from polytempo.training.solvers.autograd import Job, Outcome, Solver
+from polytempo.training.jobs import Exam, Job, Outcome
+from polytempo.training.solvers.autograd import Solver
 
 _NOTHING = torch.empty(0)
 
@@ -42,10 +44,10 @@ class Processes:
         self._size = solver.space.size
         dtype = solver.space.vector.dtype
         stride = -(-self._size // 16) * 16  # rows aligned alike: same sums, bit for bit
-        rows = 2 * workers * AHEAD * solver.group  # a model and an anchor for each job
+        rows = workers * AHEAD * solver.group
         shared = mmap.mmap(-1, max(1, rows * stride * dtype.itemsize))
         self._rows = torch.frombuffer(shared, dtype=dtype).view(
-            workers, AHEAD, 2, solver.group, stride
+            workers, AHEAD, solver.group, stride
         )[..., : self._size]
         self._sent = [0] * workers
         self._pipes: list[Connection] = []
@@ -65,24 +67,17 @@ class Processes:
             self._processes.append(process)
 
     def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        if jobs[0].task.choose and len(jobs[0].task.extras) > 1:
-            raise PolytempoError(
-                "worker processes cannot send so much both ways at once: a task that has models to "
-                "choose from, and a basis or a mask, needs --backend serial"
-            )
         place = self._place(worker)
-        models, anchors = self._rows[worker, place]
-        for job, model, anchor in zip(jobs, models, anchors, strict=False):
-            model.copy_(job.params)
-            if job.anchor is not None and job.anchor.ndim == 1:
-                anchor.copy_(job.anchor)
-        self._send(worker, ("train", place, [(_bare(job), _matrix(job)) for job in jobs]))
+        for job, row in zip(jobs, self._rows[worker, place], strict=False):
+            row.copy_(job.params)
+        self._send(worker, ("train", place, dumps([replace(job, params=_NOTHING) for job in jobs])))
 
-    def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
+    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
         place = self._place(worker)
-        for (model, _), row in zip(models, self._rows[worker, place, 0], strict=False):
-            row.copy_(model)
-        self._send(worker, ("evaluate", place, [clients for _, clients in models]))
+        for exam, row in zip(exams, self._rows[worker, place], strict=False):
+            row.copy_(exam.params)
+        bare = [exam._replace(params=_NOTHING) for exam in exams]
+        self._send(worker, ("evaluate", place, dumps(bare)))
 
     def receive(self) -> tuple[int, list[Any] | Exception]:
         pipe = wait(self._pipes)[0]
@@ -91,8 +86,10 @@ class Processes:
         place, answer = self._answer(worker)
         if not isinstance(answer, bytes):
             return worker, answer
-        rows, extras = self._rows[worker, place, 0], pickle.loads(answer)
-        return worker, [Outcome(row.clone(), more) for row, more in zip(rows, extras, strict=False)]
+        rows, beside = self._rows[worker, place], pickle.loads(answer)
+        return worker, [
+            Outcome(row.clone(), *more) for row, more in zip(rows, beside, strict=False)
+        ]
 
     def peak_memory(self) -> float:
         for worker in range(self.workers):
@@ -153,23 +150,17 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
         except (EOFError, OSError):
             return
         answer: Any = None
-        models, anchors = rows[place]
         try:
             if kind == "train":
-                jobs = [
-                    _whole(job, model, anchor, matrix)
-                    for (job, matrix), model, anchor in zip(details, models, anchors, strict=False)
-                ]
-                outcomes = solver.carry_out(jobs)
-                for row, outcome in zip(models, outcomes, strict=False):
+                pairs = zip(pickle.loads(details), rows[place], strict=False)
+                outcomes = solver.carry_out([replace(job, params=row) for job, row in pairs])
+                for row, outcome in zip(rows[place], outcomes, strict=False):
                     row.copy_(outcome.upload)
                 # as bytes: torch would send each tensor in a file of shared memory
-                answer = pickle.dumps([outcome.extras for outcome in outcomes])
+                answer = dumps([(outcome.extras, outcome.memory) for outcome in outcomes])
             elif kind == "evaluate":
-                answer = [
-                    solver.evaluate(row, clients)
-                    for row, clients in zip(models, details, strict=False)
-                ]
+                exams = zip(pickle.loads(details), rows[place], strict=False)
+                answer = [solver.evaluate(exam._replace(params=row)) for exam, row in exams]
             else:
                 answer = [max(0.0, peak_memory() - before, private_memory())]
         except Exception as caught:  # goes to the parent, which raises it
@@ -178,25 +169,6 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
             pipe.send((place, answer))
         except BrokenPipeError:
             return  # nobody waits for it any more
-
-
-def _bare(job: Job) -> Job:
-    """The job without its vectors."""
-    return replace(job, params=_NOTHING, anchor=None if job.anchor is None else _NOTHING)
-
-
-def _matrix(job: Job) -> Any:
-    """The models to choose from, as bytes."""
-    if job.anchor is None or job.anchor.ndim == 1:
-        return None
-    return job.anchor.contiguous().view(torch.uint8).numpy()
-
-
-def _whole(job: Job, model: Tensor, anchor: Tensor, matrix: Any) -> Job:
-    """The job that `_bare` and `_matrix` were made of."""
-    if matrix is not None:
-        return replace(job, params=model, anchor=torch.from_numpy(matrix).view(model.dtype))
-    return replace(job, params=model, anchor=None if job.anchor is None else anchor)
 
 
 def _portable(error: Exception) -> Exception:

@@ -1,7 +1,7 @@
 """Workers that are Ray actors: on this machine, or on the machines of a Ray cluster.
 
 Every actor makes a solver of its own. The federation goes into Ray's object store once, and the
-actors of a machine share the copy there; models and uploads travel as arrays. On machines of one
+actors of a machine share the copy there; models and uploads travel as bytes. On machines of one
 kind the numbers are, bit for bit, those of training in this process.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import pickle
 import re
 import signal
 import threading
@@ -20,13 +21,15 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.parameters import BufferPolicy
+from polytempo.core.layout import Parts
 from polytempo.data import Federation
+from polytempo.training.executors.transport import dumps
 from polytempo.training.footprint import peak_memory
-from polytempo.training.solvers.autograd import AutogradSolver, Job, Outcome, Score, Solver
+from polytempo.training.jobs import Exam, Job, Score
+from polytempo.training.solvers.autograd import AutogradSolver, Solver
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray is to report nothing to its makers
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # nor to warn of its future
@@ -54,7 +57,7 @@ class RayPool:
         assert isinstance(solver, AutogradSolver)  # an actor can make its own
         total = processors()
         _open.add(self)
-        self.workers, self._dtype = workers, solver.space.vector.dtype
+        self.workers = workers
         self._asked: list[deque[Any]] = [deque() for _ in range(workers)]  # oldest first
         # All CPUs or none; on few machines, since each has to have the data.
         self._places = placement_group([{"CPU": 1}] * workers, strategy="PACK")
@@ -69,7 +72,7 @@ class RayPool:
             self._actors: list[Any] = [make() for _ in range(workers)]
             self._shared = ray.put(_copied(solver)), ray.put(_arrays(solver.federation))
             for worker in range(workers):
-                self._ask(worker, "start", type(solver), *self._shared, solver.seed, solver.buffers)
+                self._ask(worker, "start", type(solver), *self._shared, solver.seed, solver.parts)
             answers = [self._answer(worker) for worker in range(workers)]
             for answer in answers:
                 if isinstance(answer, Exception):
@@ -86,23 +89,16 @@ class RayPool:
             raise
 
     def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        rows = _array([job.params for job in jobs])
-        anchors = [None if job.anchor is None else _array([job.anchor]) for job in jobs]
-        bare = [vars(job) | {"params": None, "anchor": None} for job in jobs]
-        self._ask(worker, "train", rows, anchors, bare)
+        self._ask(worker, "train", dumps(list(jobs)))
 
-    def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        rows = _array([model for model, _ in models])
-        self._ask(worker, "evaluate", rows, [clients for _, clients in models])
+    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
+        self._ask(worker, "evaluate", dumps(list(exams)))
 
     def receive(self) -> tuple[int, list[Any] | Exception]:
         oldest = {asked[0]: worker for worker, asked in enumerate(self._asked) if asked}
         [first], _ = ray.wait(list(oldest))
         answer = self._answer(oldest[first])
-        if isinstance(answer, tuple):
-            rows, extras = answer
-            answer = [*map(Outcome, _models(rows, self._dtype), extras)]
-        return oldest[first], answer
+        return oldest[first], pickle.loads(answer) if isinstance(answer, bytes) else answer
 
     def peak_memory(self) -> float:
         for worker in range(self.workers):
@@ -146,47 +142,24 @@ class _Worker:
         module: nn.Module,
         data: Mapping[str, Any],
         seed: int,
-        buffers: BufferPolicy,
+        parts: Parts,
     ) -> str:
         """Returns which node of the cluster this is."""
         torch.set_num_threads(1)
         with warnings.catch_warnings():  # the store is read-only; nobody writes to the data
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             shared = {name: torch.from_numpy(data[name]) for name in ("x", "y")}
-        self.solver = kind(module, Federation(**{**data, **shared}), seed, buffers)
+        self.solver = kind(module, Federation(**{**data, **shared}), seed, parts)
         return str(ray.get_runtime_context().get_node_id())
 
-    def train(self, rows: Any, anchors: Sequence[Any], jobs: Sequence[Mapping[str, Any]]) -> Any:
-        dtype = self.solver.space.vector.dtype
-        whole = [
-            Job(**{**job, "params": model, "anchor": anchor})
-            for job, model, anchor in zip(
-                jobs,
-                _models(rows, dtype),
-                [None if row is None else _models(row, dtype)[0] for row in anchors],
-                strict=True,
-            )
-        ]
-        outcomes = self.solver.carry_out(whole)
-        return _array([out.upload for out in outcomes]), [out.extras for out in outcomes]
+    def train(self, jobs: bytes) -> bytes:
+        return dumps(self.solver.carry_out(pickle.loads(jobs)))
 
-    def evaluate(self, rows: Any, clients: Sequence[Sequence[int]]) -> list[list[Score]]:
-        models = _models(rows, self.solver.space.vector.dtype)
-        pairs = zip(models, clients, strict=True)
-        return [self.solver.evaluate(model, chosen) for model, chosen in pairs]
+    def evaluate(self, exams: bytes) -> list[list[Score]]:
+        return [self.solver.evaluate(exam) for exam in pickle.loads(exams)]
 
     def memory(self) -> float:
         return peak_memory()
-
-
-def _array(models: Sequence[Tensor]) -> Any:
-    """Rows of bytes, since numpy does not know all types of numbers."""
-    return torch.stack(list(models)).view(torch.uint8).numpy()
-
-
-def _models(rows: Any, dtype: torch.dtype) -> list[Tensor]:
-    """Copies, in torch's own memory: it is aligned, so sums come out the same bit for bit."""
-    return [torch.tensor(row).view(dtype) for row in rows]
 
 
 def _copied(solver: AutogradSolver) -> nn.Module:

@@ -28,10 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from polytempo.core.parameters import BufferPolicy
-from polytempo.core.task import Plain, Task
+from polytempo.core.layout import ALL_SHARED, Parts
+from polytempo.core.objective import Plain, is_known
+from polytempo.core.optimizer import Adam, AdamW, Moments, Sgd
+from polytempo.core.task import Task
 from polytempo.data import Federation
-from polytempo.training.solvers.autograd import AutogradSolver, Job, batches
+from polytempo.training.jobs import Job
+from polytempo.training.session import Session
+from polytempo.training.solvers.autograd import AutogradSolver
 
 _TOGETHER = 2**21  # parameters of all models that are trained in one go, if there are several
 _MOST = 16  # models that are
@@ -69,11 +73,18 @@ class DenseSolver(AutogradSolver):
     """Trains an `nn.Sequential` of Flatten, Linear and ReLU; evaluates as `AutogradSolver` does."""
 
     def __init__(
-        self, module: nn.Module, federation: Federation, seed: int, buffers: BufferPolicy = "share"
+        self,
+        module: nn.Module,
+        federation: Federation,
+        seed: int,
+        parts: Parts = ALL_SHARED,
+        device: str = "cpu",
     ) -> None:
-        super().__init__(module, federation, seed, buffers)
+        super().__init__(module, federation, seed, parts, device)
         self._features, *self._widths = _widths(module)
-        self.group = max(1, min(_MOST, _TOGETHER // self.space.parameters))
+        self.group = max(1, min(_MOST, _TOGETHER // self.space.trainable))
+        places = {id(parameter): place for parameter, place in self.space.trained}
+        self._places = [(places[id(p)], p.shape) for p in module.parameters()]
         self._grams: OrderedDict[int, Tensor] = OrderedDict()
 
     @staticmethod
@@ -83,42 +94,60 @@ class DenseSolver(AutogradSolver):
 
     def kind(self, job: Job) -> object:
         """Jobs with the same task, and matrices of the same shape, can be done together."""
-        return job.task, self._rows(job), self._dual(job), job.anchor is None
+        return job.task, self._rows(job), self._knows(job), self._dual(job), "anchor" in job.vectors
 
-    def train(self, job: Job) -> Tensor:
-        [trained] = self.train_group([job])
-        return trained
+    def _knows(self, job: Job) -> bool:
+        """Whether the job asks for nothing but what is computed here; others go to autograd."""
+        task = job.task
+        return (
+            is_known(task.objective)
+            and type(task.optimizer) in (Sgd, Adam, AdamW)
+            and (type(task.objective) is Plain or not self.space.personal)
+            and (task.upload != "gradient" or not self.space.personal)
+            and not (task.keep_optimizer or job.swaps)
+        )
 
     @torch.no_grad()
-    def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
-        schedules = [
-            [rows for _, rows in batches(job, self.federation.samples[job.client], self.seed)]
-            for job in jobs
-        ]
-        order = sorted(range(len(jobs)), key=lambda k: -len(schedules[k]))  # longest first
-        jobs, schedules = [jobs[k] for k in order], [schedules[k] for k in order]
-        samples, task = self._dual(jobs[0]), jobs[0].task
+    def train(self, sessions: Sequence[Session]) -> None:
+        job, masked = sessions[0].job, any(session.frozen is not None for session in sessions)
+        if not self._knows(job) or (masked and type(job.task.optimizer) is not Sgd):
+            with torch.enable_grad():
+                super().train(sessions)
+            return
+        sessions = sorted(sessions, key=lambda each: each.step - each.last)  # longest first
+        jobs, task = [session.job for session in sessions], job.task
+        received = [session.vector for session in sessions]
+        samples = 0 if masked else self._dual(job)
         layout = StackLayout(samples or self._features, self._widths, samples > 0)
-        models = self._load([job.params for job in jobs], layout, samples > 0)
-        plan = BatchPlan(self.federation, jobs, schedules, self._rows(jobs[0]), samples)
+        models = self._load(received, layout, samples > 0)
+        plan = BatchPlan(self.federation, sessions, self._rows(jobs[0]), samples)
         points = [self._points(job.client) for job in jobs]
         if samples:
             grams = [self._gram(job.client, samples) for job in jobs]
-            received = [self._views(job.params)[0][0] for job in jobs]
-            found = Dual(task, layout, plan, models, points, grams, received).run()
+            weights = [self._views(whole)[0][0] for whole in received]
+            found = Dual(task, layout, plan, models, points, grams, weights).run()
         else:
-            sent = [job.anchor for job in jobs if job.anchor is not None]
+            sent = [job.vectors["anchor"] for job in jobs if "anchor" in job.vectors]
             anchors = self._load(sent, layout, False) if sent else models.clone()
             direct = Direct(task, layout, plan, models, anchors, points)
-            if task.sparsity:
-                masks = [self.mask(job).to(models.dtype) for job in jobs]
-                direct.kept = self._load(masks, layout, False)
+            if masked:
+                kept = [self._kept(session) for session in sessions]
+                direct.kept = self._load(kept, layout, False)
             found = direct.run()
-        results = []
-        for k in np.argsort(order):
-            whole = self._unload(found[k], layout, points[k], jobs[k].params, samples > 0)
-            results.append(whole - jobs[k].params if task.upload == "delta" else whole)
-        return results
+        for k, session in enumerate(sessions):
+            whole = self._unload(found[k], layout, points[k], received[k], samples > 0)
+            if task.upload == "gradient":
+                session.gradient = whole
+            else:
+                session.vector = whole
+            session.step = session.last
+
+    def _kept(self, session: Session) -> Tensor:
+        """0 for parameters that stay as they are, 1 for others."""
+        kept = torch.ones_like(session.vector)
+        if session.frozen is not None:
+            kept[: len(session.frozen)][session.frozen] = 0
+        return kept
 
     def _load(self, vectors: Sequence[Tensor], layout: StackLayout, dual: bool) -> Tensor:
         """Flat vectors in the layout, one in each row; in dual form, C = 0 and alpha = 1."""
@@ -150,13 +179,13 @@ class DenseSolver(AutogradSolver):
         return vector
 
     def _views(self, vector: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights and biases in a flat vector."""
-        found = [vector[place].view(parameter.shape) for parameter, place in self.space.trained]
+        """The weights and biases in a vector of all numbers."""
+        found = [vector[place].view(shape) for place, shape in self._places]
         return found[0::2], found[1::2]
 
     def _points(self, client: int) -> Tensor:
         """The client's samples, as the first layer takes them."""
-        return self._inputs(self.federation.x[self.federation.train[client]]).flatten(1)
+        return self.inputs(self.federation.x[self.federation.train[client]]).flatten(1)
 
     def _gram(self, client: int, samples: int) -> Tensor:
         """The products of the client's samples with each other, padded with zeros."""
@@ -179,7 +208,8 @@ class DenseSolver(AutogradSolver):
         """The number of samples, rounded up so that many clients have the same, if the dual form
         takes less arithmetic; else 0."""
         task = job.task
-        if not task.objective.linear or job.anchor is not None or task.sparsity is not None:
+        sgd = type(task.optimizer) is Sgd  # others leave the space that the samples span
+        if not (sgd and task.objective.linear) or "anchor" in job.vectors:
             return 0
         samples, outputs = self.federation.samples[job.client], self._widths[0]
         steps = job.task.total_steps(samples) * min(samples, job.task.batch_size)
@@ -197,27 +227,22 @@ class BatchPlan:
     """
 
     def __init__(
-        self,
-        federation: Federation,
-        jobs: Sequence[Job],
-        schedules: Sequence[Sequence[Tensor]],
-        rows: int,
-        padded: int,
+        self, federation: Federation, sessions: Sequence[Session], rows: int, padded: int
     ) -> None:
         self.rows = rows
-        self.steps = [len(schedule) for schedule in schedules]
-        places = np.zeros((self.steps[0], len(jobs), rows), dtype=np.int64)
+        self.steps = [session.last - session.step for session in sessions]
+        places = np.zeros((self.steps[0], len(sessions), rows), dtype=np.int64)
         shares = np.zeros((*places.shape, 1))
         labels = np.zeros((*places.shape, 1), dtype=np.int64)
         begin = 0
-        for k, (job, schedule) in enumerate(zip(jobs, schedules, strict=True)):
-            shard = federation.train[job.client]
-            y = federation.y[shard].numpy()
+        for k, session in enumerate(sessions):
+            y = federation.y[federation.train[session.job.client]].numpy()
             places[:, k] = begin  # any sample of the client's own will do
-            for step, batch in enumerate(schedule):
-                places[step, k, : len(batch)] = batch.numpy() + begin
+            for step in range(self.steps[k]):
+                batch = session.rows(session.step + step).numpy()
+                places[step, k, : len(batch)] = batch + begin
                 shares[step, k, : len(batch)] = 1 / len(batch)
-                labels[step, k, : len(batch), 0] = y[batch.numpy()]
+                labels[step, k, : len(batch), 0] = y[batch]
             begin += padded or len(y)
         self.places, self.labels = torch.from_numpy(places), torch.from_numpy(labels)
         self.shares = torch.from_numpy(shares)
@@ -230,36 +255,39 @@ class Descent:
         self, task: Task, layout: StackLayout, plan: BatchPlan, models: Tensor, anchors: Tensor
     ) -> None:
         self.task, self.layout, self.plan = task, layout, plan
-        self.theta, self.anchor, self.momentum = models, anchors, torch.zeros_like(models)
+        self.theta, self.anchor = models, anchors
         self.kept: Tensor | None = None  # 0 for parameters that stay as they are, 1 for others
 
     def enter(self, theta: Tensor, places: Tensor, out: Tensor) -> None:
         """The first layer's activations, without bias, of the samples at these places."""
         raise NotImplementedError
 
-    def leave(self, momentum: Tensor, places: Tensor, error: Tensor) -> None:
-        """Go on with the first layer's momentum, given the error of its activations."""
+    def leave(self, total: Tensor, keep: float, places: Tensor, error: Tensor) -> None:
+        """Add the gradient of the first layer, given the error of its activations, to `keep` times
+        the total."""
         raise NotImplementedError
 
-    def pull(self, theta: Tensor, momentum: Tensor) -> None:
-        """Add the gradient of the objective, and weight decay, to the momentum."""
+    def pull(self, theta: Tensor, total: Tensor) -> None:
+        """Add the gradient of the objective, and weight decay, to the total."""
         raise NotImplementedError
 
     def run(self) -> Tensor:
         """Take all steps; the models that come out, or the gradients of the first step."""
-        task, plan, layout = self.task, self.plan, self.layout
+        task, plan, layout, optimizer = self.task, self.plan, self.layout, self.task.optimizer
         last = len(layout.pairs) - 1
         shares = plan.shares.to(self.theta.dtype)
         count = len(self.theta)
         values = [self.theta.new_empty(count, plan.rows, outputs) for _, outputs in layout.pairs]
         minus_one = self.theta.new_full((count, plan.rows, 1), -1.0)
+        everybody = optimizer.begin(self.theta)
         active = 0
         for step in range(plan.steps[0]):
             now = sum(steps > step for steps in plan.steps)  # the others have done theirs
             if now != active:
                 active = now
-                theta, momentum = self.theta[:active], self.momentum[:active]
-                (weights, biases), (pushes, shifts) = layout.views(theta), layout.views(momentum)
+                theta, moments = self.theta[:active], _first(everybody, active)
+                total, keep = optimizer.accumulator(moments)
+                (weights, biases), (pushes, shifts) = layout.views(theta), layout.views(total)
                 out = [value[:active] for value in values]
             places = plan.places[step, :active]
             self.enter(theta, places, out[0])
@@ -270,25 +298,30 @@ class Descent:
             error = torch.softmax(out[last], -1)
             error.scatter_add_(2, plan.labels[step, :active], minus_one[:active])
             error.mul_(shares[step, :active])
-            momentum[:, layout.weights :].mul_(task.momentum)
+            total[:, layout.weights :].mul_(keep)
             for number in range(last, 0, -1):
                 before = out[number - 1]
-                pushes[number].baddbmm_(error.mT, before, beta=task.momentum)
+                pushes[number].baddbmm_(error.mT, before, beta=keep)
                 shifts[number].add_(error.sum(1, keepdim=True))
                 back = torch.bmm(error, weights[number])
                 error = torch.ops.aten.threshold_backward(back, before, 0)
             shifts[0].add_(error.sum(1, keepdim=True))
-            self.leave(momentum, places, error)
-            if not isinstance(task.objective, Plain):
-                self.pull(theta, momentum)
-            elif task.weight_decay:
-                momentum.add_(theta, alpha=task.weight_decay)
+            self.leave(total, keep, places, error)
+            if type(task.objective) is Plain:
+                optimizer.regularise(theta, total)
+            else:
+                self.pull(theta, total)
             if self.kept is not None:
-                momentum.mul_(self.kept[:active])
+                total.mul_(self.kept[:active])
             if task.upload == "gradient":
-                return self.momentum
-            theta.sub_(momentum, alpha=task.lr)
+                return total
+            optimizer.descend(theta, moments, task.lr)
         return self.theta
+
+
+def _first(moments: Moments, models: int) -> Moments:
+    """Those of the first so many models; what is no matrix belongs to all."""
+    return {name: each[:models] if each.ndim == 2 else each for name, each in moments.items()}
 
 
 class Direct(Descent):
@@ -312,13 +345,13 @@ class Direct(Descent):
         torch.index_select(self.points, 0, places.view(-1), out=x.flatten(0, 1))
         torch.bmm(x, self.layout.views(theta)[0][0].mT, out=out)
 
-    def leave(self, momentum: Tensor, places: Tensor, error: Tensor) -> None:
-        push = self.layout.views(momentum)[0][0]
-        push.baddbmm_(error.mT, self.inputs[: len(momentum)], beta=self.task.momentum)
+    def leave(self, total: Tensor, keep: float, places: Tensor, error: Tensor) -> None:
+        push = self.layout.views(total)[0][0]
+        push.baddbmm_(error.mT, self.inputs[: len(total)], beta=keep)
 
-    def pull(self, theta: Tensor, momentum: Tensor) -> None:
-        self.task.objective.add_gradient(theta, self.anchor[: len(theta)], momentum)
-        momentum.add_(theta, alpha=self.task.weight_decay)
+    def pull(self, theta: Tensor, total: Tensor) -> None:
+        self.task.objective.add_gradient(theta, self.anchor[: len(theta)], total)
+        self.task.optimizer.regularise(theta, total)
 
 
 class Dual(Descent):
@@ -358,16 +391,16 @@ class Dual(Descent):
         for mine, rows, found in zip(activations, self.rows, out, strict=True):
             torch.index_select(mine, 0, rows, out=found)
 
-    def leave(self, momentum: Tensor, places: Tensor, error: Tensor) -> None:
+    def leave(self, total: Tensor, keep: float, places: Tensor, error: Tensor) -> None:
         near = self.grams.index_select(0, places.view(-1)).view(*places.shape, self.samples)
-        push = self._part(momentum, self.activations)
-        push.baddbmm_(near.mT, error, beta=self.task.momentum)
-        momentum[:, self.combination].mul_(self.task.momentum)
-        combination = self._part(momentum, self.combination)
+        push = self._part(total, self.activations)
+        push.baddbmm_(near.mT, error, beta=keep)
+        total[:, self.combination].mul_(keep)
+        combination = self._part(total, self.combination)
         for mine, rows, errors in zip(combination, self.rows, error, strict=True):
             mine.index_add_(0, rows, errors)
 
-    def pull(self, theta: Tensor, momentum: Tensor) -> None:
+    def pull(self, theta: Tensor, total: Tensor) -> None:
         layout, count = self.layout, len(theta)
         anchor, square = self.anchor[:count, layout.first :], self.square[:count]
         others, alpha = theta[:, layout.rest : layout.alpha], theta[:, layout.alpha].double()
@@ -376,8 +409,9 @@ class Dual(Descent):
         tt = _products(others, others) + _products(c, z) + alpha * (alpha * square + shared)
         ta = _products(others, self.fixed[:count]) + alpha * square + shared
         u, v = self.task.objective.coefficients(tt, ta, self.aa[:count])
-        momentum.addcmul_(theta, (u[:, None] + self.task.weight_decay).to(theta.dtype))
-        momentum[:, layout.first :].addcmul_(anchor, v[:, None].to(theta.dtype))  # C began as 0
+        factor = u[:, None] + self.task.optimizer.weight_decay
+        total.addcmul_(theta, factor.to(theta.dtype))
+        total[:, layout.first :].addcmul_(anchor, v[:, None].to(theta.dtype))  # C began as 0
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

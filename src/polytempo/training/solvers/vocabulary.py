@@ -21,17 +21,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 
 _PADDING = 0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A model with the words of one client, bound to the module."""
+    """A model with the words of one client."""
 
     theta: Tensor  # parameters before the table, its rows in use, parameters after it, the rest
     grad: Tensor
+    anchor: Tensor  # theta as it was at first
     renamed: Tensor  # the client's samples, in the new numbers of the words
     words: Tensor  # the old numbers
     received: Tensor  # all parameters, as they came
@@ -54,23 +55,23 @@ class Part:
 class Vocabulary:
     """The table of words in the model that `space` holds."""
 
-    space: ParameterSpace
+    space: Layout
     table: slice
     width: int
 
     @classmethod
-    def of(cls, space: ParameterSpace) -> Vocabulary | None:
-        """None if the module names no table, or does not train it."""
+    def of(cls, space: Layout) -> Vocabulary | None:
+        """None if the module names no table, or does not train it, or some of it stays with the
+        clients."""
         name = getattr(space.module, "token_table", None)
         weight = space.module.get_submodule(name).weight if name else None
-        for parameter, place in space.trained:
+        for parameter, place in space.trained if not space.personal else ():
             if parameter is weight:
                 return cls(space, place, parameter.shape[1])
         return None
 
-    @contextmanager
-    def restricted(self, tokens: Tensor, params: Tensor) -> Iterator[Part]:
-        """Within this context the module is the model `params` with the words of `tokens` alone."""
+    def part(self, tokens: Tensor, params: Tensor) -> Part:
+        """The model `params` with the words of `tokens` alone."""
         padded = torch.cat([tokens.new_tensor([_PADDING]), tokens.flatten()])
         words, numbers = torch.unique(padded, return_inverse=True)  # padding stays number 0
         received = params[: self.space.parameters]
@@ -80,12 +81,26 @@ class Vocabulary:
         rest = squares.sum().sqrt().to(received.dtype)
         before, after = received[: self.table.start], received[self.table.stop :]
         theta = torch.cat([before, rows[words].flatten(), after, rest[None]])
-        grad = torch.zeros_like(theta)
         renamed = numbers[1:].view_as(tokens)
-        shrunk = (rows.shape[0] - len(words)) * self.width
-        self._bind(theta, grad, shrunk)
+        return Part(
+            theta=theta,
+            grad=torch.zeros_like(theta),
+            anchor=theta.clone(),
+            renamed=renamed,
+            words=words,
+            received=received,
+            rest=float(rest),
+            table=self.table,
+            width=self.width,
+        )
+
+    @contextmanager
+    def bound(self, part: Part) -> Iterator[None]:
+        """Within this context the module is that part of a model."""
+        shrunk = self.table.stop - self.table.start - len(part.words) * self.width
+        self._bind(part.theta, part.grad, shrunk)
         try:
-            yield Part(theta, grad, renamed, words, received, float(rest), self.table, self.width)
+            yield
         finally:
             self._bind(self.space.vector, self.space.grad, 0)
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.parameters import ParameterSpace
+from polytempo.core.layout import Layout
 
 
 def network(batch_norm: bool = True) -> nn.Module:
@@ -30,7 +30,7 @@ def flat(module: nn.Module, buffers: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", ["share", "reset"])
 def test_vector_is_parameters_then_shared_buffers(policy):
-    space = ParameterSpace(network(), policy)
+    space = Layout(network(), policy)
     # 4*5+5, batch norm 5+5, 5*3+3; running mean and variance 5+5
     assert space.parameters == 53
     assert space.size == (63 if policy == "share" else 53)
@@ -40,7 +40,7 @@ def test_vector_is_parameters_then_shared_buffers(policy):
 
 def test_binding_a_module_does_not_change_what_it_computes():
     untouched, bound = network().eval(), network().eval()
-    ParameterSpace(bound)
+    Layout(bound)
     assert torch.equal(bound(inputs()), untouched(inputs()))
     names = [name for name, _ in bound.named_parameters()]
     assert names == [name for name, _ in untouched.named_parameters()]
@@ -48,14 +48,14 @@ def test_binding_a_module_does_not_change_what_it_computes():
 
 @pytest.mark.parametrize("policy", ["share", "reset"])
 def test_load_then_read_is_the_same_vector(policy):
-    space = ParameterSpace(network(), policy)
+    space = Layout(network(), policy)
     vector = torch.randn(space.size, generator=torch.Generator().manual_seed(1))
     space.load(vector)
     assert torch.equal(space.read(), vector)
 
 
 def test_loading_changes_the_output_to_that_of_the_loaded_model():
-    space = ParameterSpace(network(batch_norm=False))
+    space = Layout(network(batch_norm=False))
     vector = torch.randn(space.size, generator=torch.Generator().manual_seed(2))
     x = inputs()
     before = space.module(x)
@@ -67,7 +67,7 @@ def test_loading_changes_the_output_to_that_of_the_loaded_model():
 
 
 def test_what_goes_in_and_comes_out_is_a_copy():
-    space = ParameterSpace(network())
+    space = Layout(network())
     vector = torch.ones(space.size)
     space.load(vector)
     read = space.read()
@@ -78,7 +78,7 @@ def test_what_goes_in_and_comes_out_is_a_copy():
 
 
 def test_gradients_land_in_the_flat_gradient_at_the_place_of_their_parameter():
-    reference, space = network(), ParameterSpace(network())
+    reference, space = network(), Layout(network())
     labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
     for module in (reference, space.module):
         functional.cross_entropy(module(inputs()), labels).backward()
@@ -92,7 +92,7 @@ def test_gradients_land_in_the_flat_gradient_at_the_place_of_their_parameter():
 
 
 def test_a_step_on_the_vector_is_a_step_of_every_parameter():
-    reference, space = network(), ParameterSpace(network())
+    reference, space = network(), Layout(network())
     for seed in range(3):
         reference.zero_grad()
         space.grad.zero_()
@@ -107,7 +107,7 @@ def test_a_step_on_the_vector_is_a_step_of_every_parameter():
 
 
 def test_shared_running_statistics_travel_in_the_vector():
-    space = ParameterSpace(network(), "share")
+    space = Layout(network(), "share")
     fresh = space.read()
     space.module.train()
     space.module(inputs())
@@ -124,7 +124,7 @@ def test_shared_running_statistics_travel_in_the_vector():
 
 
 def test_reset_running_statistics_start_anew_at_every_load():
-    space = ParameterSpace(network(), "reset")
+    space = Layout(network(), "reset")
     vector = space.read()
     for seed in range(2):
         space.module.train()
@@ -138,7 +138,7 @@ def test_reset_running_statistics_start_anew_at_every_load():
 
 @pytest.mark.parametrize("policy", ["share", "reset"])
 def test_integer_buffers_do_not_travel_and_restart_with_every_load(policy):
-    space = ParameterSpace(network(), policy)
+    space = Layout(network(), policy)
     vector = space.read()
     space.module.train()
     space.module(inputs())
@@ -151,7 +151,7 @@ def test_integer_buffers_do_not_travel_and_restart_with_every_load(policy):
 def test_a_parameter_used_twice_is_one_stretch_of_the_vector():
     module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     module[1].weight = module[0].weight
-    space = ParameterSpace(module)
+    space = Layout(module)
     assert space.size == 9
     space.load(torch.arange(9.0))
     assert torch.equal(module[1].weight, torch.arange(9.0).view(3, 3))
@@ -160,24 +160,24 @@ def test_a_parameter_used_twice_is_one_stretch_of_the_vector():
 
 
 def test_double_precision_modules_have_double_vectors():
-    space = ParameterSpace(network().double())
+    space = Layout(network().double())
     assert space.read().dtype == space.grad.dtype == torch.float64
 
 
 def test_a_module_without_parameters_is_an_error_that_names_it():
     with pytest.raises(PolytempoError, match="Tanh has no parameters"):
-        ParameterSpace(nn.Tanh())
+        Layout(nn.Tanh())
 
 
 def test_parameters_of_two_types_are_an_error():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(PolytempoError, match=r"one type.*torch\.float32"):
-        ParameterSpace(module)
+        Layout(module)
 
 
 def test_a_shared_buffer_of_another_type_is_an_error_but_may_stay_at_home():
     module = nn.Linear(2, 2)
     module.register_buffer("statistic", torch.zeros(3, dtype=torch.float64))
     with pytest.raises(PolytempoError, match="one type"):
-        ParameterSpace(module, "share")
-    assert ParameterSpace(module, "reset").size == 6
+        Layout(module, "share")
+    assert Layout(module, "reset").size == 6

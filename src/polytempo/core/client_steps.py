@@ -1,0 +1,167 @@
+"""What a client does before and after its local steps.
+
+A client step is plain data: it travels with the task. It says what it uploads and what it costs,
+and is handed the training session in which it takes part. Steps are done in the order in which the
+task names them; `before` again when a multicast brings a new model.
+
+    @CLIENT_STEPS.register("mine")
+    class Norm(ClientStep):
+        '''Uploads the length of the trained model.'''
+
+        @property
+        def uploads(self) -> Mapping[str, int]:
+            return {"norm": 1}              # its name, and its number of rows
+
+        def after(self, session: Session) -> None:
+            session.extras["norm"] = session.trained().norm().reshape(1, 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Protocol
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from polytempo.core.masks import largest, pack
+from polytempo.core.registry import Options, Registry
+
+
+class Session(Protocol):
+    """What a step may look at and change in a client's training (`polytempo.training.session`)."""
+
+    received: Tensor  # the model to train, as it travels
+    vectors: Mapping[str, Tensor]  # what came with it
+    memory: dict[str, Tensor]  # what the client remembers from one training to the next
+    extras: dict[str, Tensor]  # what is uploaded beside the update
+    frozen: Tensor | None  # True for trained parameters of the model that are to stay as they are
+
+    @property
+    def parameters(self) -> int:
+        """The first so many numbers of a model are trained; the others are buffers."""
+        ...
+
+    def begin(self, model: Tensor) -> None:
+        """Train this model instead."""
+        ...
+
+    def trained(self) -> Tensor:
+        """The model as it is now, as it would travel."""
+        ...
+
+    def loss(self, model: Tensor) -> float:
+        """Of that model on the client's training samples, summed."""
+        ...
+
+    def features(self) -> Tensor:
+        """What enters the last linear layer of the model as it is now, for each training sample."""
+        ...
+
+    def targets(self) -> Tensor:
+        """Of the client's training samples."""
+        ...
+
+
+class ClientStep(Options):
+    """Base of the steps: each of its parts does nothing."""
+
+    name: ClassVar[str] = ""
+
+    @property
+    def uploads(self) -> Mapping[str, int]:
+        """What it uploads: names, and the number of rows of each."""
+        return {}
+
+    @property
+    def cost(self) -> float:
+        """What the work of the training is multiplied by."""
+        return 1.0
+
+    def before(self, session: Session) -> None:
+        """A model has come, and no local step has been taken on it."""
+
+    def after(self, session: Session) -> None:
+        """All local steps have been taken."""
+
+
+CLIENT_STEPS: Registry[ClientStep] = Registry("client step", ClientStep)
+
+
+@CLIENT_STEPS.register("basis")
+class Basis(ClientStep):
+    """After training, `directions` principal directions of the client's features (what enters the
+    last linear layer) are uploaded as `basis` (FedSaC)."""
+
+    directions: Annotated[int, Field(ge=1)]
+
+    @property
+    def uploads(self) -> Mapping[str, int]:
+        return {"basis": self.directions}
+
+    def after(self, session: Session) -> None:
+        session.extras["basis"] = principal_directions(session.features(), self.directions)
+
+
+@CLIENT_STEPS.register("choose")
+class Choose(ClientStep):
+    """The client is sent `models` models, the first as usual, the others beside it as
+    `candidate 1` and so on. It trains the one whose loss on its training samples is least, and
+    uploads which one it was as `choice` (IFCA). Choosing takes no simulated time."""
+
+    models: Annotated[int, Field(ge=2)]
+
+    @property
+    def uploads(self) -> Mapping[str, int]:
+        return {"choice": 1}
+
+    def before(self, session: Session) -> None:
+        names = (f"candidate {number}" for number in range(1, self.models))
+        models = [session.received, *(session.vectors[name] for name in names)]
+        losses = [session.loss(model) for model in models]
+        choice = int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
+        session.begin(models[choice])
+        session.extras["choice"] = torch.tensor([[choice]])
+
+
+@CLIENT_STEPS.register("mask")
+class Mask(ClientStep):
+    """This `share` of the parameters, the smallest of the received model, stays as it is, and the
+    training takes less time in proportion; which ones do not is uploaded as `mask`, in bits
+    (CASA+). With 0, a mask that drops nothing is uploaded all the same."""
+
+    share: Annotated[float, Field(ge=0, lt=1)]
+
+    @property
+    def uploads(self) -> Mapping[str, int]:
+        return {"mask": 1}
+
+    @property
+    def cost(self) -> float:
+        return 1 - self.share
+
+    def before(self, session: Session) -> None:
+        mask = torch.ones(len(session.received), dtype=torch.bool)
+        trained = session.parameters
+        mask[:trained] = largest(session.received[:trained], self.share)
+        session.frozen = ~mask[:trained]
+        session.extras["mask"] = pack(mask)
+
+
+def principal_directions(features: Tensor, count: int) -> Tensor:
+    """An orthonormal basis [count, features] of the directions in which the samples vary most.
+
+    Rows are zero where the samples vary in fewer directions. The basis as such is not unique
+    (signs, rotations among equal variances); the space that it spans is what counts. Features that
+    are not finite have a basis of NaN, for the server to refuse.
+    """
+    centred = features.double() - features.double().mean(0)
+    if not bool(centred.isfinite().all()):
+        return features.new_full((count, features.shape[1]), torch.nan)
+    _, sizes, directions = torch.linalg.svd(centred, full_matrices=False)
+    basis = centred.new_zeros(count, centred.shape[1])
+    found = int((sizes[:count] > 1e-7 * max(float(sizes[0]), 1e-30)).sum())
+    basis[:found] = directions[:found]
+    return basis.to(features.dtype)

@@ -1,0 +1,207 @@
+"""An `nn.Module` as flat vectors, and back: what of it is shared, personal, frozen.
+
+Every parameter and buffer of a module plays one of three parts. *Shared*: it travels; on the wire,
+in banks and in every strategy a model is one flat vector of the shared numbers, first those that
+are trained, then the floating-point buffers (the running statistics of batch normalisation).
+*Personal*: it stays with its client, in a vector of its own in the same order. *Frozen*: it never
+changes and exists once, in the module. Integer buffers (counters) are none of these: they begin
+afresh with every model that is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from polytempo.core.errors import PolytempoError, nearest
+
+BufferPolicy = Literal["share", "reset"]
+HEAD, NORM, BODY = "head", "norm", "body"
+_NORMALISATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is not simply shared.
+
+    `personal`, `frozen`: which parameters and buffers stay with their client, and which never
+    change. Patterns over their names (`features.*`), or one of these: head (the last linear layer),
+    norm (normalisation layers), body (all but the head). What both name is frozen; so is what the
+    module itself does not train.
+    `buffers`: floating-point buffers take part as parameters do ("share"), or are set back to their
+    initial values with every model that is loaded ("reset").
+    """
+
+    personal: Sequence[str] = ()
+    frozen: Sequence[str] = ()
+    buffers: BufferPolicy = "share"
+
+
+ALL_SHARED = Parts()
+
+
+class Layout:
+    """Where the numbers of a module stand, and the module bound to one vector of them.
+
+    `vector` holds all that changes: [shared trained, personal trained, shared buffers, personal
+    buffers]. The module's tensors are views of it and the gradients of its parameters views of
+    `grad`, so that loading a model is a copy or two, and a local step a handful of operations on
+    whole vectors.
+
+    `size`, `parameters`: length of a model as it travels, and how many of these numbers are
+    trained. `personal`: length of the part that stays. `trained`: the trained parameters with their
+    places in `vector`; `trainable`: how many numbers those are.
+    """
+
+    def __init__(
+        self, module: nn.Module, parts: Parts = ALL_SHARED, device: str | torch.device = "cpu"
+    ) -> None:
+        self.module = module.to(device)
+        frozen = _matching(module, parts.frozen, "freeze")
+        personal = _matching(module, parts.personal, "personal")
+        parameters: list[tuple[str, Tensor]] = []
+        for name, parameter in module.named_parameters():
+            if name in frozen:
+                parameter.requires_grad_(False)
+            if parameter.requires_grad:
+                parameters.append((name, parameter))
+        if not parameters:
+            raise PolytempoError(f"{type(module).__name__} has no parameters: nothing to train")
+        buffers = [(name, b) for name, b in module.named_buffers() if name not in frozen]
+        floating = [found for found in buffers if found[1].is_floating_point()]
+        moving = floating if parts.buffers == "share" else []
+        names = {name for name, _ in moving}
+        dtype = parameters[0][1].dtype
+        if any(tensor.dtype != dtype for _, tensor in (*parameters, *moving)):
+            raise PolytempoError(f"all parameters must have one type, here {dtype} and others")
+
+        def of(found: list[tuple[str, Tensor]], mine: bool) -> list[Tensor]:
+            return [tensor for name, tensor in found if (name in personal) == mine]
+
+        groups = [of(found, mine) for found in (parameters, moving) for mine in (False, True)]
+        shared, own, shared_buffers, own_buffers = (sum(t.numel() for t in g) for g in groups)
+        if not shared:
+            raise PolytempoError(
+                f"--personal {','.join(parts.personal)} leaves nothing to share in "
+                f"{type(module).__name__}; for local training alone use the strategy standalone"
+            )
+        self.parameters, self.trainable = shared, shared + own
+        self.size, self.personal = shared + shared_buffers, own + own_buffers
+        self.vector = torch.empty(self.size + self.personal, dtype=dtype, device=device)
+        self.grad = torch.zeros(self.trainable, dtype=dtype, device=device)
+        end = self.trainable + shared_buffers
+        self._shared = slice(0, shared), slice(self.trainable, end)
+        self._own = slice(shared, self.trainable), slice(end, len(self.vector))
+        self._others = [b for name, b in module.named_buffers() if name not in names]
+        self._initial = self.counters()
+        self._still = [
+            layer
+            for layer in module.modules()
+            if isinstance(layer, _NORMALISATION)
+            and any(p is not None for p in layer.parameters(recurse=False))
+            and not any(p.requires_grad for p in layer.parameters(recurse=False))
+        ]
+        self.trained: list[tuple[nn.Parameter, slice]] = []
+        offset = 0
+        for tensor in (tensor for group in groups for tensor in group):
+            place = slice(offset, offset + tensor.numel())
+            view = self.vector[place].view(tensor.shape)
+            view.copy_(tensor.detach())
+            tensor.data = view
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = self.grad[place].view(tensor.shape)
+                self.trained.append((tensor, place))
+            offset += tensor.numel()
+        self.initial_personal = self.split(self.vector)[1]
+
+    # -- vectors -----------------------------------------------------------------------------------
+
+    def join(self, shared: Tensor, personal: Tensor | None = None) -> Tensor:
+        """A model as it travels, and a client's own part of it, in the order of `vector`; a new
+        vector."""
+        whole = torch.empty_like(self.vector)
+        assert self.personal == 0 or personal is not None, "the personal part is missing"
+        own = shared[:0] if personal is None else personal
+        for parts, vector in ((self._shared, shared), (self._own, own)):
+            begin = 0
+            for part in parts:
+                size = part.stop - part.start
+                whole[part] = vector[begin : begin + size]
+                begin += size
+        return whole
+
+    def split(self, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """The opposite of `join`: new vectors."""
+        shared, own = (torch.cat([whole[p] for p in parts]) for parts in (self._shared, self._own))
+        return shared, own
+
+    # -- the module --------------------------------------------------------------------------------
+
+    def load(self, shared: Tensor, personal: Tensor | None = None) -> None:
+        """Make the module the model that the vector(s) describe."""
+        self.load_whole(shared if not self.personal else self.join(shared, personal))
+
+    def load_whole(self, whole: Tensor, counters: Sequence[Tensor] | None = None) -> None:
+        """The same, given the vector that `join` makes; and, to go on with a training, `counters`
+        as they were."""
+        self.vector.copy_(whole)
+        for buffer, value in zip(self._others, counters or self._initial, strict=True):
+            buffer.copy_(value)
+
+    def counters(self) -> list[Tensor]:
+        """The buffers that no vector holds, as they are."""
+        return [buffer.clone() for buffer in self._others]
+
+    def read(self) -> Tensor:
+        """The module as a new vector, as it travels."""
+        return self.split(self.vector)[0] if self.personal else self.vector.clone()
+
+    def train(self) -> None:
+        """Put the module in training mode, but for normalisation layers that are frozen: their
+        statistics never change."""
+        self.module.train()
+        for layer in self._still:
+            layer.eval()
+
+
+def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[str]:
+    """The names of parameters and buffers that the patterns stand for."""
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    found: set[str] = set()
+    for pattern in patterns:
+        if pattern in (HEAD, BODY):
+            head = {f"{_head(module)}{name}" for name in ("weight", "bias")} & set(names)
+            matches = head if pattern == HEAD else set(names) - head
+        elif pattern == NORM:
+            matches = set(_of_layers(module, _NORMALISATION))
+        else:
+            matches = {name for name in names if fnmatchcase(name, pattern)}
+        if not matches:
+            known = nearest(pattern, [HEAD, NORM, BODY, *names])
+            raise PolytempoError(
+                f"--{option} {pattern}: {type(module).__name__} has nothing of that name{known}"
+            )
+        found |= matches
+    return found
+
+
+def _head(module: nn.Module) -> str:
+    """The prefix of the names in the last linear layer."""
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    if not layers:
+        raise PolytempoError(
+            f"{type(module).__name__} has no linear layer, so it has no head; name its parameters"
+        )
+    return f"{layers[-1]}." if layers[-1] else ""
+
+
+def _of_layers(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    for prefix, layer in module.named_modules():
+        if isinstance(layer, kinds):
+            for name, _ in (*layer.named_parameters(), *layer.named_buffers()):
+                yield f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,156 @@
+"""What clients minimise beside their loss: terms that refer to the *anchor*.
+
+The anchor is the received model, or a vector that came with it. The objectives add their gradient,
+in closed form, to the flat gradient vector of the loss: no autograd graph over the parameters is
+needed. They are plain data and travel with the task.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from polytempo.core.registry import Options, Registry
+
+Measure = Literal["cosine", "inner", "l1", "l2"]
+
+
+class Objective(Options):
+    """Base of the objectives. They take single vectors, or matrices with a model in every row.
+
+    `isotropic`: it looks at lengths and angles of vectors only, not at coordinates. `linear`: its
+    gradient is `u theta + v anchor`, and `coefficients` gives u and v. An objective of your own
+    overrides `add_gradient` alone.
+    """
+
+    name: ClassVar[str] = ""
+
+    @property
+    def isotropic(self) -> bool:
+        return False
+
+    @property
+    def linear(self) -> bool:
+        return False
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        """u and v, from the products of theta and anchor with themselves and each other."""
+        raise NotImplementedError
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        """Add the gradient at theta to `grad`."""
+        raise NotImplementedError
+
+
+OBJECTIVES: Registry[Objective] = Registry("objective", Objective)
+
+
+@OBJECTIVES.register("plain")
+class Plain(Objective):
+    """The local loss alone."""
+
+    isotropic = linear = True
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(tt), torch.zeros_like(tt)
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        """Nothing to add."""
+
+
+@OBJECTIVES.register("proximal")
+class Proximal(Objective):
+    """`(mu/2) ||theta - anchor||^2` (FedProx). `power=1` is the unsquared `mu ||theta - anchor||`
+    of some public implementations, for replication only."""
+
+    mu: Annotated[float, Field(ge=0)]
+    power: Literal[1, 2] = 2
+    isotropic = True
+
+    @property
+    def linear(self) -> bool:
+        return self.power == 2  # the length of the difference would drown in rounding
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(tt, self.mu), torch.full_like(tt, -self.mu)
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        if self.power == 2:
+            grad.add_(theta, alpha=self.mu).sub_(anchor, alpha=self.mu)
+        else:
+            away = theta - anchor
+            grad.addcdiv_(away, _norm(away).clamp_min(1e-12), value=self.mu)
+
+
+@OBJECTIVES.register("pull")
+class Pull(Objective):
+    """`strength * s(theta, anchor)`, with `s` a dissimilarity (PACE Eq. 4): a pull towards the
+    received model. A negative strength pushes away, as pFedGraph's public code does.
+
+    `s` is scale free: `-cos`, `-<theta, anchor> / ||anchor||^2`, `||theta - anchor||_1 /
+    ||anchor||_1` or `||theta - anchor||_2 / ||anchor||_2`.
+    """
+
+    strength: float
+    measure: Measure = "cosine"
+
+    @property
+    def isotropic(self) -> bool:
+        return self.measure != "l1"
+
+    @property
+    def linear(self) -> bool:
+        return self.measure in ("cosine", "inner")
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        if self.measure == "inner":
+            return torch.zeros_like(tt), -self.strength / aa.clamp_min(1e-12)
+        scale = tt.sqrt() * aa.sqrt()  # the gradient of -cos is -(a / |a||t| - cos t / |t|^2)
+        inverse = torch.where(scale > 0, self.strength / scale, 0.0)  # zero has cosine 0
+        return inverse * ta / tt.clamp_min(1e-30), -inverse
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        if self.linear:
+            products = _dot(theta, theta), _dot(theta, anchor), _dot(anchor, anchor)
+            u, v = self.coefficients(*products)
+            grad.addcmul_(theta, u).addcmul_(anchor, v)
+        elif self.measure == "l1":
+            scale = anchor.abs().sum(-1, keepdim=True).clamp_min(1e-12)
+            grad.addcdiv_(torch.sign(theta - anchor), scale, value=self.strength)
+        else:
+            away = theta - anchor
+            scale = (_norm(away) * _norm(anchor)).clamp_min(1e-12)
+            grad.addcdiv_(away, scale, value=self.strength)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row by row."""
+    products: Tensor = torch.linalg.vecdot(a, b)
+    return products.unsqueeze(-1)
+
+
+def _norm(a: Tensor) -> Tensor:
+    return _dot(a, a).sqrt()
+
+
+@OBJECTIVES.register("drift")
+class Drift(Objective):
+    """`<anchor, theta>`: the anchor, sent along for the purpose, is added to every gradient (the
+    control variates of SCAFFOLD and FedAC)."""
+
+    isotropic = linear = True
+
+    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(tt), torch.ones_like(tt)
+
+    def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
+        grad.add_(anchor)
+
+
+def is_known(objective: Objective) -> bool:
+    """Whether this is one of the objectives above and not a class derived from one, which may
+    compute anything: who takes a short cut must ask."""
+    return type(objective) in (Plain, Proximal, Pull, Drift)

@@ -1,0 +1,77 @@
+"""What is to be trained, and what comes of it: plain data that crosses process boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from polytempo.core.messages import Dispatch
+from polytempo.core.task import Task
+
+Vectors = Mapping[str, Tensor]
+PERSONAL = "personal"  # the name of a client's own part of the model in its memory
+
+
+class Swap(NamedTuple):
+    """A model that reaches a client in training (a multicast): after `step` steps it goes on with
+    this one, at the learning rate that came with it."""
+
+    step: int
+    params: Tensor
+    vectors: Vectors
+    lr: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """One local training: everything that its result depends on, besides the client's data."""
+
+    client: int
+    params: Tensor
+    task: Task
+    stream: tuple[str | int, ...]  # names the random stream
+    first_step: int = 0  # steps of the schedule that are skipped
+    last_step: int | None = None  # where an urgent request ends it
+    vectors: Vectors = field(default_factory=dict)  # what came with the model
+    memory: Vectors = field(default_factory=dict)  # what the client remembers
+    swaps: tuple[Swap, ...] = ()
+
+    def swapped(self, step: int, dispatch: Dispatch) -> Job:
+        """The same training with the model of that dispatch from that step on. What was trained
+        before is lost, and need not be trained, unless the client keeps some of it: its own part of
+        the model, or the moments of its optimiser."""
+        params, vectors, lr = dispatch.params, dispatch.vectors, dispatch.task.lr
+        if self.memory or self.task.keep_optimizer:
+            return replace(self, swaps=(*self.swaps, Swap(step, params, vectors, lr)))
+        task = replace(self.task, lr=lr)
+        return replace(self, params=params, vectors=vectors, task=task, first_step=step)
+
+
+class Outcome(NamedTuple):
+    """What comes of a job: the upload, what else its task asks for, by name, and what the client
+    remembers from now on."""
+
+    upload: Tensor
+    extras: dict[str, Tensor]
+    memory: dict[str, Tensor]
+
+
+class Exam(NamedTuple):
+    """A model, to be tested on the test split of each of these clients; and their own parts of it,
+    if it has any."""
+
+    params: Tensor
+    clients: list[int]
+    personal: list[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model on a client's test split."""
+
+    correct: int
+    total: int
+    loss: float  # summed over the samples

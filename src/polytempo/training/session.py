@@ -1,0 +1,254 @@
+"""A local training under way: the only place where local steps are taken by autograd.
+
+A session begins with a job, advances by so many steps, has a new model swapped in at a step
+boundary, and is finished when somebody wants what has come of it. Workers of the simulator run it
+to the end, a deployed client stops between two steps, a peer's training is one session after the
+other with what it remembers in between, adaptation is a session on a copy. However it is cut in
+pieces, the bits are the same.
+
+The order of the samples comes from a stream named by client and dispatch, one permutation for each
+epoch, so that training can begin at any step of the schedule: that is what a client does that
+receives a multicast half-way (it keeps the steps that it had left).
+
+There is one module for all sessions of a process. A session has its own vector of all numbers and
+lays it into the module for as long as it advances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from polytempo.core.objective import is_known
+from polytempo.core.optimizer import Moments, Sgd
+from polytempo.core.rng import rng
+from polytempo.training.features import last_features
+from polytempo.training.jobs import PERSONAL, Job, Outcome
+from polytempo.training.solvers.vocabulary import Part
+
+if TYPE_CHECKING:
+    from polytempo.training.solvers.autograd import AutogradSolver
+
+_AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
+_EVALUATION_BATCH = 512
+
+
+class Session:
+    """The training that a job describes; `core.client_steps.Session` is what its steps see.
+
+    `step`: the next step to take; `last`: where the training ends. `vector`: all numbers of the
+    model that change, as `Layout.join` orders them. `gradient`: what is uploaded, if no step is
+    taken.
+    """
+
+    def __init__(self, solver: AutogradSolver, job: Job) -> None:
+        self.solver, self.job, self.task = solver, job, job.task
+        self.samples = solver.federation.samples[job.client]
+        self.step = job.first_step
+        total = job.task.total_steps(self.samples)
+        self.last = total if job.last_step is None else job.last_step
+        self.memory = dict(job.memory)
+        self.extras: dict[str, Tensor] = {}
+        self.gradient: Tensor | None = None
+        self.frozen: Tensor | None = None
+        self._moments: Moments | None = self._kept_moments()
+        self._swaps = list(job.swaps)
+        self._data: tuple[Tensor, Tensor] | None = None
+        self._order: tuple[int, Tensor] | None = None
+        self._receive(job.params, job.vectors)
+
+    # -- beginning ---------------------------------------------------------------------------------
+
+    def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float) -> None:
+        """Go on from this model, at this learning rate. What is the client's own stays."""
+        own = self.solver.space.split(self.vector)[1]
+        if len(own):
+            self.memory[PERSONAL] = own
+        self.task = replace(self.task, lr=lr)
+        self._receive(params, vectors)
+
+    def _receive(self, params: Tensor, vectors: Mapping[str, Tensor]) -> None:
+        self.vectors, self.frozen = vectors, None
+        self.begin(params)
+        for step in self.task.client_steps:
+            step.before(self)
+
+    def begin(self, model: Tensor) -> None:
+        self.received = model
+        self.vector = self.solver.space.join(model, self.memory.get(PERSONAL))
+        self._part: Part | None = None
+        self._counters: list[Tensor] | None = None
+        if not self.task.keep_optimizer:
+            self._moments = None
+
+    def _kept_moments(self) -> Moments | None:
+        kept = self.task.optimizer.kept
+        if not self.task.keep_optimizer or not all(name in self.memory for name in kept):
+            return None
+        vector = self.solver.space.vector
+        begun = self.task.optimizer.begin(vector[: self.solver.space.trainable])
+        return begun | {name: self.memory[name].to(vector.device, copy=True) for name in kept}
+
+    # -- what client steps see ---------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> int:
+        return self.solver.space.parameters
+
+    def trained(self) -> Tensor:
+        return self.solver.space.split(self.vector)[0].cpu()
+
+    def loss(self, model: Tensor) -> float:
+        layout = self.solver.space
+        layout.load_whole(layout.join(model, self.memory.get(PERSONAL)))
+        return self.solver.score(self.solver.federation.train[self.job.client]).loss
+
+    @torch.inference_mode()
+    def features(self) -> Tensor:
+        layout = self.solver.space
+        layout.load_whole(self.vector)
+        layout.module.eval()
+        x, _ = self.shard()
+        parts = [x[k : k + _EVALUATION_BATCH] for k in range(0, len(x), _EVALUATION_BATCH)]
+        found = [last_features(layout.module, self.solver.inputs(part)) for part in parts]
+        return torch.cat(found).cpu()
+
+    def targets(self) -> Tensor:
+        return self.shard()[1]
+
+    def shard(self) -> tuple[Tensor, Tensor]:
+        """The client's training samples, as they are stored."""
+        return self.solver.samples(self.solver.federation.train[self.job.client])
+
+    # -- training ----------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.last
+
+    def rows(self, step: int) -> Tensor:
+        """The samples of that step's batch: one named permutation an epoch, cut in batches."""
+        per_epoch, size = self.task.batches(self.samples), self.task.batch_size
+        epoch, position = divmod(step, per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            stream = rng(self.solver.seed, *self.job.stream, "epoch", epoch)
+            self._order = epoch, torch.from_numpy(stream.permutation(self.samples))
+        start = position * size
+        end = self.samples if position == per_epoch - 1 else start + size
+        return self._order[1][start:end]
+
+    def advance(self, steps: int | None = None) -> int:
+        """Take so many steps, or all that are left; returns how many were taken."""
+        begin = self.step
+        until = self.last if steps is None else min(self.last, begin + steps)
+        while self.step < until:
+            if self._swaps and self._swaps[0].step <= self.step:
+                _, params, vectors, lr = self._swaps.pop(0)
+                self.swap(params, vectors, lr)
+            ahead = self._swaps[0].step if self._swaps else until
+            self._descend(min(until, ahead))
+        return self.step - begin
+
+    def _descend(self, until: int) -> None:
+        """Take the steps up to that one, on one and the same received model."""
+        task, solver = self.task, self.solver
+        x, y = self._samples()
+        with self._bound(x) as (theta, grad, anchor, x), solver.own_randomness():
+            shared, shared_grad = theta[: len(anchor)], grad[: len(anchor)]
+            while self.step < until:
+                # Dropout layers draw from torch's global stream: name that one too.
+                solver.set_randomness(*self.job.stream, "step", self.step)
+                grad.zero_()
+                rows = self.rows(self.step)
+                batch = solver.inputs(x[rows])
+                loss = functional.cross_entropy(solver.space.module(batch), y[rows])
+                torch.autograd.backward(loss)
+                with torch.no_grad():
+                    task.objective.add_gradient(shared, anchor, shared_grad)
+                    task.optimizer.regularise(theta, grad)
+                    if self.frozen is not None:
+                        shared_grad.masked_fill_(self.frozen, 0.0)
+                    if task.upload == "gradient":
+                        self._upload_gradient(theta, grad)
+                        self.step = until
+                    else:
+                        self._moments = self._moments or task.optimizer.begin(theta)
+                        task.optimizer.step(theta, grad, self._moments, task.lr)
+                        if self.frozen is not None:  # decoupled weight decay has moved them
+                            shared[self.frozen] = self.received[: len(shared)][self.frozen]
+                        self.step += 1
+
+    def _upload_gradient(self, theta: Tensor, grad: Tensor) -> None:
+        """The shared part moves by what the server makes of the gradient. The client's own part
+        is nobody else's business: it takes its step at once."""
+        layout, optimizer = self.solver.space, self.task.optimizer
+        whole = grad if self._part is None else self._part.widen(grad)
+        shared = whole[: layout.parameters].clone()
+        self.gradient = functional.pad(shared, (0, layout.size - layout.parameters))
+        own = slice(layout.parameters, layout.trainable)
+        if layout.personal:
+            self._moments = self._moments or optimizer.begin(theta[own])
+            optimizer.step(theta[own], grad[own], self._moments, self.task.lr)
+
+    def _samples(self) -> tuple[Tensor, Tensor]:
+        """The client's training samples, ready for the model if they are not too many."""
+        if self._data is None:
+            x, y = self.shard()
+            self._data = (self.solver.inputs(x) if x.numel() <= _AT_ONCE else x), y
+        return self._data
+
+    @contextmanager
+    def _bound(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Within this context the module is the model of this session: all its trained numbers,
+        their gradient, the anchor of the shared ones, and the samples to feed it with."""
+        layout, vocabulary = self.solver.space, self.solver.vocabulary
+        layout.load_whole(self.vector, self._counters)
+        layout.train()
+        if vocabulary is not None and self._words_suffice():
+            if self._part is None:
+                self._part = vocabulary.part(x, self.received)
+            with vocabulary.bound(self._part):
+                yield self._part.theta, self._part.grad, self._part.anchor, self._part.renamed
+            layout.vector[: layout.parameters] = self._part.widen(self._part.theta)
+        else:
+            anchor = self.vectors.get("anchor", self.received)[: layout.parameters]
+            theta = layout.vector[: layout.trainable]
+            yield theta, layout.grad, anchor.to(theta.device), x
+        self.vector, self._counters = layout.vector.clone(), layout.counters()
+
+    def _words_suffice(self) -> bool:
+        """Whether words that the client does not have can be left out of the training."""
+        return (
+            is_known(self.task.objective)
+            and self.task.objective.isotropic
+            and type(self.task.optimizer) is Sgd
+            and not self.task.keep_optimizer
+            and self.frozen is None
+            and "anchor" not in self.vectors
+        )
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def finish(self) -> Outcome:
+        """What has come of the training."""
+        for step in self.task.client_steps:
+            step.after(self)
+        shared, own = (part.cpu() for part in self.solver.space.split(self.vector))
+        if len(own):
+            self.memory[PERSONAL] = own
+        if self.task.keep_optimizer and self._moments is not None:
+            kept = self.task.optimizer.kept
+            self.memory |= {name: self._moments[name].cpu() for name in kept}
+        upload = shared
+        if self.task.upload == "delta":
+            upload = shared - self.received
+        elif self.task.upload == "gradient":
+            assert self.gradient is not None, "a gradient is what the one step of the task finds"
+            upload = self.gradient.cpu()
+        return Outcome(upload, self.extras, self.memory)
