@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from polytempo import cli
+from polytempo.cli.progress import RunProgress
 from polytempo.core.events import Event
 from polytempo.experiments import compare, result
 
@@ -95,18 +96,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 def interrupt() -> Iterator[Callable[..., None]]:
     """`interrupt(n)` makes the next run receive a real SIGINT at its n-th event; `n` may also be a
     function that says of an event whether it is the one."""
-    usual = cli._watch
+    usual = RunProgress.watch
 
     def arm(at: int | Callable[[Event], bool], number: int = signal.SIGINT) -> None:
         def attach(simulator: object, rounds: int) -> Callable[[Event], None]:
             def observe(event: Event) -> None:
                 if at(event) if callable(at) else event.n == at:
-                    cli._watch = usual
+                    RunProgress.watch = usual
                     signal.raise_signal(number)
 
             return observe
 
-        cli._watch = lambda *ignored: attach
+        RunProgress.watch = lambda *ignored: attach
 
     yield arm
-    cli._watch = usual
+    RunProgress.watch = usual

@@ -6,12 +6,11 @@ from dataclasses import fields
 
 import pytest
 
-from polytempo.cli import app
+from polytempo.cli.commands import COMMANDS, load
 from polytempo.data import available
 from polytempo.experiments.config import RunConfig
 from polytempo.strategies import STRATEGIES
 
-COMMANDS = ("run", "compare", "strategies", "data")
 TINY = ("--clients", 6, "--rounds", 5, "--limit", 120, "--model", "linear", "--epochs", 1)
 
 
@@ -40,6 +39,13 @@ def test_every_command_has_help(command, flag, polytempo):
         assert f"Example: polytempo {command}" in outcome.out
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_says_what_their_own_help_says(command, polytempo):
+    line = COMMANDS[command].help
+    assert load(command).help.partition("\n")[0] == line
+    assert f"{command} {line}" in flat(polytempo("--help").out)
+
+
 def test_the_help_of_run_names_every_setting(polytempo):
     page = flat(polytempo("run", "--help").out)
     for name, field in RunConfig.model_fields.items():
@@ -60,10 +66,8 @@ def test_the_help_of_compare_tells_what_the_target_is_by_default(polytempo):
 
 
 def test_every_option_is_explained():
-    from typer.main import get_command
-
-    for name, command in get_command(app).commands.items():
-        for parameter in command.params:
+    for name in COMMANDS:
+        for parameter in load(name).params:
             assert parameter.help, f"{name} {parameter.name}"
 
 

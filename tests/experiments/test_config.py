@@ -8,7 +8,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from polytempo import PolytempoError, cli
+from polytempo import PolytempoError
 from polytempo.experiments.config import RunConfig, make_config, read_config, write_config
 from polytempo.strategies import STRATEGIES
 
@@ -62,7 +62,7 @@ def resolved(monkeypatch, polytempo):
         found.append(config)
         raise PolytempoError("enough")
 
-    monkeypatch.setattr(cli, "run", stand_in)
+    monkeypatch.setattr("polytempo.cli.run.run", stand_in)
 
     def resolve(*arguments: object) -> RunConfig:
         assert polytempo("run", *arguments).error == "enough"

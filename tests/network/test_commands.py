@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from polytempo.cli import app
-from polytempo.cli.peers import Board, in_words, is_local
+from polytempo.cli.board import Board, in_words
+from polytempo.cli.peers import is_local
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.peer import client_of
 

@@ -233,6 +233,14 @@ def test_four_planted_groups_are_found_exactly(sizes):
     assert (sum(sizes) > DENSE) == (sum(sizes) == 300)  # both solvers are tried
 
 
+def test_splitting_draws_no_global_random_numbers():
+    found = spectrum(planted((3, 4, 5, 6))[1])
+    before = np.random.get_state()[1:3]  # noqa: NPY002  (the global one is what is looked at)
+    groups(found)
+    key, position = np.random.get_state()[1:3]  # noqa: NPY002
+    assert np.array_equal(key, before[0]) and position == before[1]
+
+
 def test_the_spectrum_of_exact_blocks_is_the_same_every_time():
     """The solver's first vector leads nowhere after a few steps, and it has to take another."""
     similarity = np.kron(np.eye(3), np.ones((80, 80)))

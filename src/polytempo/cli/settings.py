@@ -6,19 +6,11 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from polytempo.experiments.config import RunConfig
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON for machines, nothing else.", metavar="")
-]
-Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file with settings; options win.")
-]
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

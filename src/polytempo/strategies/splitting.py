@@ -53,25 +53,17 @@ def spectrum(similarity: FloatArray) -> Spectrum:
 def groups(found: Spectrum) -> IntArray:
     """Spectral clustering into `found.parts` groups: k-means of the rows of the eigenvectors,
     scaled to length 1. Returns the group of each row; numbers go by the first member."""
+    from sklearn.cluster import KMeans  # takes a second, and few runs split anything
+
     points = found.vectors[:, : found.parts]
     points = points / np.linalg.norm(points, axis=1, keepdims=True).clip(1e-12)
     centres = points[:1]
     while len(centres) < found.parts:  # the row that is least like those that are chosen
-        nearest = _distances(points, centres).min(1)
+        nearest = ((points[:, None] - centres) ** 2).sum(2).min(1)
         centres = np.vstack([centres, points[np.argmax(nearest)]])
-    labels = np.full(len(points), -1)
-    for _ in range(100):
-        before, labels = labels, np.argmin(_distances(points, centres), axis=1)
-        if np.array_equal(before, labels):
-            break
-        for k in np.unique(labels):  # a centre that nobody is near stays where it is
-            centres[k] = points[labels == k].mean(0)
+    # With centres to start from, nothing is drawn at random.
+    means = KMeans(found.parts, init=centres, n_init=1, max_iter=100, tol=0.0)
+    labels = means.fit(points).labels_
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     ranks: IntArray = np.argsort(np.argsort(first))[inverse]
     return ranks
-
-
-def _distances(points: FloatArray, centres: FloatArray) -> FloatArray:
-    """Squared, of each point from each centre."""
-    squares: FloatArray = ((points[:, None] - centres) ** 2).sum(2)
-    return squares

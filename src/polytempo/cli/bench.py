@@ -1,0 +1,135 @@
+"""`polytempo bench`: speed, measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polytempo.cli.console import notes, output, print_table
+from polytempo.cli.options import Json
+from polytempo.core.errors import PolytempoError, nearest
+
+
+def bench_command(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What to measure: lenet mlp textcnn server clusters scale exchange \\[all]."
+        ),
+    ] = None,
+    *,
+    workers: Annotated[int | None, typer.Option(help="Worker processes \\[processors].")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns; figures are their medians.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer updates, smaller sizes: rougher.", metavar="")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure speed against a plain torch loop, in turns with it, and the machine's own limits.
+
+    Example: polytempo bench lenet mlp --repeats 3 --out bench.json
+
+    All of it takes about an hour; --quick about five minutes. Close other programs first.
+    """
+    # Here, for `polytempo bench --help` needs none of it.
+    from polytempo.bench import PARTS, run_bench
+    from polytempo.training.executors.processes import cores
+
+    for part in parts or ():
+        if part not in PARTS:
+            raise PolytempoError(f"bench has no part {part!r}{nearest(part, PARTS)}")
+    if out is not None and not out.parent.is_dir():
+        raise PolytempoError(f"{out} cannot be written: there is no folder {out.parent}")
+    with notes.status("measuring") as status:
+        found = run_bench(
+            parts or PARTS,
+            workers=workers or cores(),
+            repeats=repeats,
+            quick=quick,
+            watch=lambda now: status.update(f"measuring: {now}"),
+        )
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf8")
+    if as_json:
+        output.print_json(data=found)
+    else:
+        _show_bench(found)
+
+
+def _show_bench(found: dict[str, Any]) -> None:
+    limits = found["machine"]
+    output.print(
+        f"{limits['processor']}, {limits['cores']} cores; one thread: matrix products "
+        f"{limits['gemm_gflops']:.0f} GFLOP/s, reading {limits['read_gb_per_s']:.1f} GB/s",
+        highlight=False,
+    )
+    for table in _tables(found):
+        if table:
+            print_table(table)
+
+
+def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
+    """The tables of a benchmark, those of parts that were not measured being empty."""
+    rows = [
+        {
+            "one update": f"{row['case']}, {row['strategy']}",
+            "plain loop": f"{row['plain_ms']:,.1f} ms",
+            f"{row['workers']} workers": f"{row['ours_ms']:,.1f} ms",
+            "ratio": f"{row['ratio']:.2f}",
+            "from - to": f"{min(row['ratios']):.2f} - {max(row['ratios']):.2f}",
+            "of GEMM speed": f"{row['share_of_gemm']:.0%}",
+        }
+        for row in found["training"]
+    ]
+    server = [
+        {
+            "server step of PACE": f"{row['clients']:,} x {row['parameters']:,}",
+            "time": f"{row['fold_ms']:,.2f} ms",
+            "reading once": f"{row['read_ms']:,.2f} ms",
+            "multiple": f"{row['multiple']:.2f}",
+            "rows touched": f"{row['touched']:.0%}",
+        }
+        for row in found["server"]
+    ]
+    bookkeeping = [
+        {
+            "bookkeeping of the server": f"{row['clients']:,} clients, {row['slots']:,} slots",
+            "an arrival": f"{row['arrival_us']:,.0f} us",
+            "slowest 200": f"{row['slowest_us']:,.0f} us",
+            "memory": f"{row['peak_mb']:,.0f} MB",
+        }
+        for row in found["bookkeeping"]
+    ]
+    clusters = [
+        {
+            "server step of CASA": f"{row['clients']:,} x {row['parameters']:,}",
+            "time": f"{row['fold_ms']:,.1f} ms",
+            "grows as clients to the": "" if row["exponent"] is None else f"{row['exponent']:.1f}",
+        }
+        for row in found["clusters"]
+    ]
+    scale = [
+        {
+            "clients": f"{row['clients']:,}",
+            "peak memory": f"{row['peak_mb']:,.0f} MB",
+            "waiting for training": f"{row['training_ms']:.1f} ms",
+            "server step": f"{row['server_ms']:.1f} ms",
+            "all clients evaluated": f"{row['evaluation_s'] / 2:.1f} s",
+        }
+        for row in found["scale"]
+    ]
+    exchange = [
+        {
+            "pairing of two peers": f"{row['megabytes']:.2f} MB" + ", TLS" * row["tls"],
+            "median": f"{row['median_ms']:,.1f} ms",
+            "worst": f"{row['worst_ms']:,.1f} ms",
+            "both ways": f"{row['mb_per_s']:,.0f} MB/s",
+        }
+        for row in found["exchange"]
+    ]
+    return [rows, server, bookkeeping, clusters, scale, exchange]

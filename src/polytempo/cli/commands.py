@@ -1,0 +1,73 @@
+"""All commands by name, without loading them: each is imported when it is called.
+
+A command NAME is the function `NAME_command` of its module. The help line is the first of that
+function's docstring, written here too so that the list of commands needs no import; a test compares
+the two.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+
+class Entry(NamedTuple):
+    module: str  # of this package
+    help: str
+
+
+COMMANDS = {
+    "run": Entry("run", "Run one strategy on a federation, on a simulated clock."),
+    "compare": Entry(
+        "compare", "Run several strategies on the same federation, devices and seeds."
+    ),
+    "reproduce": Entry(
+        "reproduce", "Run a paper's table or figure again, and show its figures beside ours."
+    ),
+    "strategies": Entry("strategies", "List the strategies with their papers and options."),
+    "data": Entry("data", "List the data sets, or show how one is spread over clients."),
+    "bench": Entry(
+        "bench",
+        "Measure speed against a plain torch loop, in turns with it, and the machine's own limits.",
+    ),
+    "peer": Entry("peers", "Take part in a run among peers, on a real network, without a server."),
+    "peers": Entry(
+        "peers", "Let a group of peers learn together on this machine, over real connections."
+    ),
+    "certs": Entry(
+        "certs", "Make a test authority and a certificate for each peer, for mutual TLS."
+    ),
+}
+
+
+def load(name: str) -> TyperCommand:
+    """The command itself, with its options."""
+    module = import_module(f"polytempo.cli.{COMMANDS[name].module}")
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(getattr(module, f"{name}_command"))
+    command = get_command(alone)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+class Unloaded(TyperCommand):
+    """Name and help line of a command. The first thing that a call does is to make a context, in
+    which the real command takes over."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        assert self.name is not None
+        return load(self.name).make_context(info_name, args, parent, **extra)
+
+
+class Commands(TyperGroup):
+    """The group of all commands."""
+
+    def __init__(self, **options: Any) -> None:
+        unloaded = {name: Unloaded(name, help=entry.help) for name, entry in COMMANDS.items()}
+        super().__init__(**{**options, "commands": unloaded})

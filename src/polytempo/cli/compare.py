@@ -1,0 +1,72 @@
+"""`polytempo compare`: several strategies on the same federation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from polytempo.cli.console import complain, interrupted, output, print_table
+from polytempo.cli.options import Config, Json
+from polytempo.cli.progress import RunProgress
+from polytempo.cli.settings import with_settings
+from polytempo.core.errors import PolytempoError
+from polytempo.experiments.compare import compare
+from polytempo.experiments.config import RunConfig, read_config
+
+
+@with_settings(*(name for name in RunConfig.model_fields if name not in ("strategy", "seed")))
+def compare_command(
+    strategies: Annotated[
+        list[str], typer.Argument(help="Strategies, with options: fedavg pace pace:graph.gamma=2")
+    ],
+    *,
+    config: Config = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder to write; what is in it is not run again.")
+    ] = Path("runs/compare"),
+    seeds: Annotated[int, typer.Option(help="How many seeds, from --first-seed on.")] = 1,
+    first_seed: Annotated[int | None, typer.Option(help="The first seed \\[0].")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Accuracy for the column 'time to': a number such as 0.8, or one of the "
+            "strategies, meaning its best \\[fedavg, or the first]."
+        ),
+    ] = None,
+    as_json: Json = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run several strategies on the same federation, devices and seeds.
+
+    Example: polytempo compare pace fedavg fedasync standalone --seeds 3 --out runs/mine
+
+    Calling it again goes on where it was interrupted.
+    """
+    if seeds < 1:
+        raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
+    base = {**(read_config(config) if config else {}), **settings}
+    out = out.expanduser()
+    first = base.pop("seed", 0) if first_seed is None else first_seed
+    with RunProgress(quiet=as_json) as progress:
+        comparison = compare(
+            strategies,
+            base,
+            out,
+            seeds=range(first, first + seeds),
+            target=target,
+            watch=lambda label, seed: progress.watch(f"{label} seed {seed}"),
+        )
+    if as_json:
+        output.print_json(data=comparison.summaries())
+    elif comparison.complete and comparison.results:
+        print_table(comparison.table())
+        output.print(f"plots and report: [bold]{escape(str(out))}/report.html[/]")
+    if not comparison.complete:
+        interrupted("the same command again")
+    for failure in comparison.failed.values():
+        complain(failure)
+    if comparison.failed:
+        raise typer.Exit(2)

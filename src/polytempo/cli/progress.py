@@ -1,0 +1,53 @@
+"""Progress bars of runs, on standard error."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from polytempo.cli.console import notes
+from polytempo.core.events import Event
+from polytempo.experiments.result import percent
+from polytempo.experiments.run import Attach
+from polytempo.simulation import Engine
+from polytempo.simulation.engine import Observer
+
+
+class RunProgress:
+    """One bar per run; they appear with the first of them."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._bars = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+            console=notes,
+            disable=quiet,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bars.live.is_started:
+            self._bars.stop()
+
+    def watch(self, label: str) -> Attach:
+        """A bar with rounds, simulated time and the latest accuracy."""
+
+        def attach(simulator: Engine, rounds: int) -> Observer:
+            bar = self._bars.add_task(label, total=rounds, state="")
+            self._bars.start()
+
+            def observe(event: Event | None = None) -> None:
+                accuracy = simulator.history[-1]["accuracy"] if simulator.history else None
+                state = f"t={simulator.time:,.1f}s  accuracy {percent(accuracy)}"
+                self._bars.update(bar, completed=simulator.round, state=state)
+
+            observe()
+            return observe
+
+        return attach

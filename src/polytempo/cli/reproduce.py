@@ -1,0 +1,120 @@
+"""`polytempo reproduce`: a paper's table or figure again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from polytempo.cli.console import complain, interrupted, listing, output, print_table
+from polytempo.cli.options import Json
+from polytempo.cli.progress import RunProgress
+from polytempo.cli.settings import with_settings
+from polytempo.experiments.paper_report import write_report
+from polytempo.experiments.paper_specs import (
+    QUICK,
+    choose_columns,
+    choose_rows,
+    experiments,
+    load_experiment,
+)
+from polytempo.experiments.reproduce import Place, asides, carry_out, collect, legend, table
+
+
+@with_settings("data_dir", "workers")
+def reproduce_command(
+    experiment: Annotated[
+        str | None, typer.Argument(help="Table or figure, such as pace/table2 \\[list them].")
+    ] = None,
+    *,
+    dataset: Annotated[str | None, typer.Option(help="One data set \\[all].")] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="One split of it, such as dir0.1 \\[all of the paper's].")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Run only these rows: pace,fedavg,standalone \\[all].")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Another model, such as resnet18 \\[the experiment's].")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Another length, in updates, such as 50000 \\[the experiment's]."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --first-seed on.")] = 1,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Scaled down: minutes, and not comparable.", metavar=""),
+    ] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder to write; what is in it is not run again.")
+    ] = Path("runs/reproduce"),
+    as_json: Json = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run a paper's table or figure again, and show its figures beside ours.
+
+    Example: polytempo reproduce pace/table2 --dataset cifar10 --only pace,standalone --quick
+
+    Calling it again goes on where it was interrupted. All experiments of a paper share their runs.
+    """
+    if experiment is None:
+        _list_experiments(as_json)
+        return
+    chosen = load_experiment(experiment, model, rounds)
+    columns, rows = choose_columns(chosen, dataset, partition), choose_rows(chosen, only)
+    place = Place(out.expanduser(), chosen, quick)
+    with RunProgress(quiet=as_json) as progress:
+        complete, failed = carry_out(
+            place,
+            columns,
+            rows,
+            range(first_seed, first_seed + seeds),
+            watch=lambda label, seed: progress.watch(f"{label} seed {seed}"),
+            **settings,
+        )
+    folders = []
+    for name in dict.fromkeys(column.partition("/")[0] for column in columns):
+        again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
+        again += f" --model {model}" if model else ""
+        again += f" --rounds {rounds}" if rounds else ""
+        folders.append(write_report(place, name, again))
+    results = {column: collect(place, column) for column in columns}
+    tables = {column: table(place, column, results[column]) for column in columns}
+    if as_json:
+        about = {"title": chosen.title, "quick": quick, "remarks": chosen.notes(columns)}
+        output.print_json(data=about | {"tables": tables})
+    else:
+        output.print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
+        if quick:
+            output.print(f"[bold yellow]{QUICK}[/]", highlight=False)
+        for column in columns:
+            output.print(f"\n{escape(chosen.heading(column))}", highlight=False)
+            print_table(tables[column])
+            for line in asides(place, column, results[column]):
+                output.print(escape(line), highlight=False)
+        for remark in (legend(chosen), *chosen.notes(columns)):
+            output.print(f"- {escape(remark)}", highlight=False)
+        for folder in filter(None, folders):
+            output.print(f"table, plots and report: [bold]{escape(str(folder))}[/]", soft_wrap=True)
+    for failure in failed:
+        complain(failure)
+    if not complete:
+        interrupted("the same command again")
+    if failed:
+        raise typer.Exit(2)
+
+
+def _list_experiments(as_json: bool) -> None:
+    found = [load_experiment(name) for name in experiments()]
+    if as_json:
+        keys = ("name", "title", "about", "columns", "rows")
+        output.print_json(data=[{key: getattr(each, key) for key in keys} for each in found])
+        return
+    shown = listing("polytempo reproduce NAME", "name", "what", "data set/partition")
+    for each in found:
+        shown.add_row(each.name, escape(each.title), ", ".join(each.columns))
+    output.print(shown)

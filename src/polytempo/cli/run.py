@@ -1,0 +1,121 @@
+"""`polytempo run`: one run, new or resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from polytempo.cli.console import interrupted, output
+from polytempo.cli.options import Config, Json
+from polytempo.cli.progress import RunProgress
+from polytempo.cli.settings import with_settings
+from polytempo.core.errors import PolytempoError
+from polytempo.experiments.compare import slug
+from polytempo.experiments.config import RunConfig, make_config, read_config
+from polytempo.experiments.result import RunResult, about_clusters, percent
+from polytempo.experiments.run import resume, run
+
+
+@with_settings(*RunConfig.model_fields)
+def run_command(
+    *,
+    config: Config = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder to write \\[a new one in runs]."),
+    ] = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", help="Go on with the run of this folder (perhaps with more --rounds)."
+        ),
+    ] = None,
+    as_json: Json = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run one strategy on a federation, on a simulated clock.
+
+    Example: polytempo run --strategy pace:graph.gamma=2 --data digits --clients 20 --rounds 400
+
+    Ctrl-C stops between two events and leaves a folder that --resume continues.
+    """
+    with RunProgress(quiet=as_json) as progress:
+        if resume_from is not None:
+            resume_from = resume_from.expanduser()
+            rounds, workers = settings.pop("rounds", None), settings.pop("workers", None)
+            if settings or config or out:
+                name = "config" if config else "out" if out else next(iter(settings))
+                raise PolytempoError(
+                    f"--resume takes its settings from {resume_from}; only --rounds and --workers "
+                    f"can be changed, not --{name.replace('_', '-')}"
+                )
+            folder = resume_from
+            observer = progress.watch(folder.name)
+            result = resume(folder, rounds=rounds, workers=workers, observer=observer)
+        else:
+            chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
+            folder = out.expanduser() if out else _free_folder(chosen)
+            observer = progress.watch(str(chosen.strategy_table["name"]))
+            result = run(chosen, folder, observer=observer)
+    if as_json:
+        output.print_json(data=result.summary)
+    else:
+        _show(result, folder)
+    if not result.summary["complete"]:
+        interrupted(f"polytempo run --resume {folder}")
+
+
+def _free_folder(config: RunConfig) -> Path:
+    strategy, data = str(config.strategy_table["name"]), Path(config.data).name
+    stem = f"runs/{slug(strategy)}-{slug(data)}-seed{config.seed}"
+    folder, number = Path(stem), 2
+    while folder.exists():
+        folder, number = Path(f"{stem}-{number}"), number + 1
+    return folder
+
+
+def _show(result: RunResult, folder: Path) -> None:
+    for key, value in _about(result.summary, folder).items():
+        line = f"{key:>20}  [bold]{escape(value)}[/]"
+        output.print(line, highlight=False, soft_wrap=True)
+
+
+def _about(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """What is said of a run at its end."""
+    sent = summary["messages"]
+    wall = summary["wall_seconds"]
+    rows = {
+        "federation": summary["federation"],
+        "accuracy, as handed": f"{percent(summary['accuracy'])} (best "
+        f"{percent(summary['accuracy_best'])}, worst tenth {percent(summary['accuracy_worst10'])})",
+        "accuracy, adapted": percent(summary["accuracy_adapted"]),
+        "accuracy, newcomers": percent(summary["accuracy_newcomers"]),
+        "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
+        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} "
+        + ("local rounds" if "exchange" in sent else "updates"),
+        "staleness": f"{summary['staleness_mean']:.1f} updates on average"
+        if summary["staleness"]
+        else "-",
+        "messages": f"{sent['exchange']} models exchanged, {sent['claim']} claims, "
+        f"{sent['announce']} announcements"
+        if "exchange" in sent
+        else f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
+        f"{sent['multicast']} multicast",
+        "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
+        f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}",
+        "trained": summary["backend"],
+        "fingerprint": summary["fingerprint"],
+        "folder": str(folder),
+    }
+    if found := summary.get("diagnosis"):
+        parts = sorted(("noise", "bias", "delay"), key=found.__getitem__, reverse=True)
+        rows["what hurts"] = ", ".join(f"{part} {found[part]:.2g}" for part in parts) + (
+            f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
+        )
+    rare = ("accuracy, newcomers", "clusters", "staleness")
+    nothing = [key for key in rare if rows[key] == "-"]
+    return {key: value for key, value in rows.items() if key not in nothing}
