@@ -19,11 +19,11 @@ from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.result import can_plot, write_table
 from polytempo.experiments.run import holds_run
+from polytempo.files import replace_text
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports
 from polytempo.report import Line, plot_peers
-from polytempo.storage import replace_text
 from polytempo.training.executors.processes import cores
 
 SEEDS = 2  # peers that all others call first

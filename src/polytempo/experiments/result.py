@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
     Line,
@@ -31,7 +32,6 @@ from polytempo.report import (
 )
 from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
-from polytempo.storage import replace_text
 from polytempo.training.footprint import peak_memory
 
 GRAPH_CLIENTS = (
@@ -200,7 +200,7 @@ def _write_clusters(folder: Path, simulator: Simulator) -> None:
     kept = found.gallery(simulator.round, simulator.time)
     if kept:
         rounds, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
-        with (folder / "similarity.npz").open("wb") as file:
+        with replacing(folder / "similarity.npz") as partial, partial.open("wb") as file:
             np.savez_compressed(file, rounds=rounds, times=times, matrices=matrices)
 
 

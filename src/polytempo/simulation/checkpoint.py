@@ -28,7 +28,7 @@ from polytempo.simulation.peers import PeerSimulator, Post
 from polytempo.simulation.simulator import Flight, Simulator
 from polytempo.training import Job
 
-FORMAT = 4
+FORMAT = 5
 _TASKS = TypeAdapter(Task)
 
 

@@ -70,6 +70,14 @@ class Flight:
         return max(0.0, (time - self.begin) / self.seconds)
 
 
+def slots_of(strategy: Strategy, clients: int, slots: int | None, refill: Refill | None) -> int:
+    """Clients that train at once: as many as were asked for, else a tenth; all, if it is the
+    strategy's way that everybody trains all the time."""
+    if strategy.all_slots and refill is None:
+        return clients
+    return min(clients, max(4, math.ceil(clients / 10))) if slots is None else slots
+
+
 class Simulator(Engine):
     """A run with a server."""
 
@@ -86,11 +94,7 @@ class Simulator(Engine):
         **world: Unpack[World],
     ) -> None:
         super().__init__(federation, module, strategy, **world)
-        clients = federation.clients
-        if strategy.all_slots and refill is None:
-            slots = clients
-        elif slots is None:
-            slots = min(clients, max(4, math.ceil(clients / 10)))
+        slots = slots_of(strategy, federation.clients, slots, refill)
         self.server = Server(strategy, self.context, slots=slots, refill=refill)
         self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
