@@ -129,6 +129,8 @@ class Drift(Options):
 
 
 Objective = Annotated[Plain | Proximal | Pull | Drift, Field(discriminator="kind")]
+# Of whom `isotropic` and `linear` can be believed. A subclass inherits them, and may mean neither.
+OBJECTIVES = (Plain, Proximal, Pull, Drift)
 
 
 class Task(Options):

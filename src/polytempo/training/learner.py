@@ -22,7 +22,7 @@ from polytempo.core.registry import Options
 from polytempo.core.rng import stream_seed
 from polytempo.core.strategy import State
 from polytempo.core.task import Task
-from polytempo.training.solvers.autograd import Job, Score, batches, score
+from polytempo.training.solvers.autograd import Job, Score, batches, score, train_mode
 
 
 class Schedule(Options):
@@ -87,7 +87,7 @@ class Learner:
         last = self.iteration + count
         job = Job(self.peer, self.params, task, stream, first_step=self.iteration, last_step=last)
         space.load(self.params)
-        space.module.train()
+        train_mode(space.module, task, len(self.y))
         theta, grad, momentum = space.vector[: space.parameters], space.grad, self.momentum.clone()
         with torch.random.fork_rng(devices=[]):
             for step, rows in batches(job, len(self.y), self.seed):

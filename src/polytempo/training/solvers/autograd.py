@@ -23,7 +23,7 @@ from torch.nn import functional
 from polytempo.core.masks import largest, pack
 from polytempo.core.parameters import BufferPolicy, ParameterSpace
 from polytempo.core.rng import rng, stream_seed
-from polytempo.core.task import Task
+from polytempo.core.task import OBJECTIVES, Task
 from polytempo.data import Federation
 from polytempo.training.features import last_features, principal_directions
 from polytempo.training.solvers.vocabulary import Vocabulary
@@ -118,7 +118,8 @@ class AutogradSolver:
         shard = self.federation.train[job.client]
         x, y = self.federation.x[shard], self.federation.y[shard]
         space.load(job.params)
-        whole_vectors = task.objective.isotropic and task.sparsity is None
+        isotropic = type(task.objective) in OBJECTIVES and task.objective.isotropic
+        whole_vectors = isotropic and task.sparsity is None
         if self._vocabulary is not None and whole_vectors and job.anchor is None:
             with self._vocabulary.restricted(x, job.params) as part:
                 found = self._descend(job, part.theta, part.grad, part.renamed, y)
@@ -141,7 +142,7 @@ class AutogradSolver:
         whole = x.numel() <= _PREPARED_AT_ONCE
         if whole:
             x = self._inputs(x)
-        self.space.module.train()
+        train_mode(self.space.module, task, len(y))
         with torch.random.fork_rng(devices=[]):
             for step, rows in batches(job, len(y), self.seed):
                 # Dropout layers draw from torch's global stream: name that one too.
@@ -231,6 +232,16 @@ def score(module: nn.Module, x: Tensor, y: Tensor, inputs: Callable[[Tensor], Te
         correct += int((logits.argmax(1) == labels).sum())
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
     return Score(correct, len(y), loss)
+
+
+def train_mode(module: nn.Module, task: Task, samples: int) -> None:
+    """Get the module ready to train on so many samples. One sample alone has no statistics: where
+    batches are of one, batch normalisation uses those that came with the model, and keeps them."""
+    module.train()
+    if min(samples, task.batch_size) == 1:
+        for layer in module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.eval()
 
 
 def batches(job: Job, samples: int, seed: int) -> Iterator[tuple[int, Tensor]]:

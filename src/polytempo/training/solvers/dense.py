@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core.parameters import BufferPolicy
-from polytempo.core.task import Plain, Task
+from polytempo.core.task import OBJECTIVES, Plain, Task
 from polytempo.data import Federation
 from polytempo.training.solvers.autograd import AutogradSolver, Job, batches
 
@@ -83,6 +83,8 @@ class DenseSolver(AutogradSolver):
 
     def kind(self, job: Job) -> object:
         """Jobs with the same task, and matrices of the same shape, can be done together."""
+        if type(job.task.objective) not in OBJECTIVES:
+            return job.task
         return job.task, self._rows(job), self._dual(job), job.anchor is None
 
     def train(self, job: Job) -> Tensor:
@@ -91,6 +93,9 @@ class DenseSolver(AutogradSolver):
 
     @torch.no_grad()
     def train_group(self, jobs: Sequence[Job]) -> list[Tensor]:
+        if type(jobs[0].task.objective) not in OBJECTIVES:  # which the general way knows to call
+            with torch.enable_grad():
+                return [super(DenseSolver, self).train(job) for job in jobs]
         schedules = [
             [rows for _, rows in batches(job, self.federation.samples[job.client], self.seed)]
             for job in jobs
@@ -279,7 +284,7 @@ class Descent:
                 error = torch.ops.aten.threshold_backward(back, before, 0)
             shifts[0].add_(error.sum(1, keepdim=True))
             self.leave(momentum, places, error)
-            if not isinstance(task.objective, Plain):
+            if type(task.objective) is not Plain:
                 self.pull(theta, momentum)
             elif task.weight_decay:
                 momentum.add_(theta, alpha=task.weight_decay)
