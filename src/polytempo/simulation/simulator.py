@@ -47,6 +47,7 @@ from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import late
 from polytempo.simulation.engine import Engine, World
 from polytempo.simulation.metrics import over_clients
+from polytempo.simulation.rehearsal import RehearsedServer
 from polytempo.training import Job, Score
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
@@ -95,7 +96,8 @@ class Simulator(Engine):
     ) -> None:
         super().__init__(federation, module, strategy, **world)
         slots = slots_of(strategy, federation.clients, slots, refill)
-        self.server = Server(strategy, self.context, slots=slots, refill=refill)
+        kind = RehearsedServer if check else Server
+        self.server = kind(strategy, self.context, slots=slots, refill=refill)
         self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
