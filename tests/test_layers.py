@@ -15,12 +15,12 @@ ALLOWED = {
     "nodes": {"core"},
     "strategies": {"core", "nodes"},
     "simulation": {"core", "data", "models", "training", "strategies", "nodes"},
-    "report": {"core"},
+    "report": {"core", "files"},
     "experiments": {
         *("core", "data", "models", "training", "strategies", "simulation", "report", "storage"),
-        *("network",),
+        *("network", "files"),
     },
-    "network": {"core", "training", "nodes", "storage"},
+    "network": {"core", "training", "nodes", "storage", "files"},
     "bench": {"core", "data", "models", "training", "strategies", "simulation", "network", "nodes"},
     "cli": {
         *("core", "data", "models", "training", "nodes", "strategies", "simulation", "network"),

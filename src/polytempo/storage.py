@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch import Tensor
 from polytempo.core.bank import Allocator
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import State
+from polytempo.files import replacing
 
 _ARRAY = "$array"  # {"$array": [kind, name in the file]} marks where an array stood
 
@@ -33,23 +33,12 @@ def save_state(path: str | os.PathLike[str], state: State) -> None:
     """Write `state` to `path`; a crash leaves either the old file or the new one."""
     arrays: dict[str, Tensor] = {}
     skeleton = _split(state, "state", arrays)
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    save_file(arrays, str(partial), metadata={"state": json.dumps(skeleton)})
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())  # the new bytes are on the disk before the old ones go
-    os.replace(partial, path)
-
-
-def replace_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a small file; a crash leaves either the old file or the new one."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    metadata = {"state": json.dumps(skeleton)}
+    with replacing(path) as partial:
+        try:
+            save_file(arrays, str(partial), metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def load_state(path: str | os.PathLike[str]) -> State:

@@ -176,7 +176,7 @@ def torment(folder: Path, peers: int, seconds: float, seed: int = 0) -> float:
                 number = alive[int(draws.integers(len(alive)))]
                 process = group.processes[group.names[number]]
                 process.kill()
-                process.wait()
+                process.wait(60)
                 kills += 1
                 start(number)
         wait_until_all_train()

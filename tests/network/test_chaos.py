@@ -1,9 +1,14 @@
 """The checker of the chaos test finds what it is there to find; and a small storm."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 from chaos import LAST_SECONDS, check, read
 from nearby import wait_until
 
+from polytempo.experiments import peer_group
 from polytempo.experiments.config import make_config
 from polytempo.experiments.peer_group import Group
 
@@ -90,6 +95,20 @@ def test_who_stands_still_is_found():
     assert found == [f"bob made no progress in the last {LAST_SECONDS:.0f} seconds"]
 
 
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(120)"
+
+
+def test_a_peer_that_does_not_end_when_it_is_asked_to_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_group, "_PATIENCE", 0.5)
+    group = Group(make_config({"clients": 2, "strategy": "p2p"}), tmp_path)
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as deaf:
+        deaf.stdout.readline()  # from now on
+        group.processes["peer-0"] = deaf
+        group.stop()
+        group.wait()
+        assert deaf.returncode == -signal.SIGKILL
+
+
 def test_a_killed_peer_is_forgotten_and_resumes(tmp_path):
     """Three processes with mutual TLS; one is killed outright and started again."""
     settings = {"data": "synthetic:groups=2,features=8", "clients": 3, "model": "linear"}
@@ -107,7 +126,7 @@ def test_a_killed_peer_is_forgotten_and_resumes(tmp_path):
         wait_until(lambda: events(2, "saved"))
         first = events(2, "started")[0]["incarnation"]
         group.processes["peer-2"].kill()
-        group.processes["peer-2"].wait()
+        group.processes["peer-2"].wait(60)
         dead = ["peer-2", first]
         wait_until(lambda: any(e["who"] == dead for e in events(0, "left")))
         saved = events(2, "saved")[-1]["iteration"]

@@ -50,6 +50,7 @@ def test_an_interrupted_peer_goes_on_bit_for_bit(tmp_path, addresses):
     first = driver(tmp_path / "parts", "ann", addresses[0])
     looks = iter(range(100))
     found = first.run(lambda: next(looks) >= 5)
+    first.folder.close()
     assert not found["complete"] and 0 < found["iterations"] < 60
     second = driver(tmp_path / "parts", "ann", addresses[0])
     assert second.learner.iteration == found["iterations"]

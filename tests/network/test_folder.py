@@ -15,13 +15,18 @@ def read(folder):
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
+def incarnation(path):
+    folder = Folder(path, "ann")
+    folder.close()
+    return folder.incarnation
+
+
 def test_incarnations_grow_even_if_the_clock_goes_back_or_the_folder_is_lost(tmp_path, monkeypatch):
-    first = Folder(tmp_path / "a", "ann").incarnation
+    first = incarnation(tmp_path / "a")
     monkeypatch.setattr("polytempo.network.folder.time.time", lambda: 1.0)
-    second = Folder(tmp_path / "a", "ann").incarnation
-    assert second == first + 1
+    assert incarnation(tmp_path / "a") == first + 1
     monkeypatch.undo()
-    assert Folder(tmp_path / "b", "ann").incarnation > first
+    assert incarnation(tmp_path / "b") > first
 
 
 def test_the_incarnation_is_on_disk_before_anything_else_happens(tmp_path):
@@ -39,6 +44,7 @@ def test_state_round_trip(tmp_path):
         "figures": {"messages": 3, "seconds": 0.5},
     }
     folder.save(state)
+    folder.close()
     found = Folder(tmp_path, "ann").load()
     for name in ("params", "momentum"):
         assert torch.equal(found["learner"][name], state["learner"][name])
@@ -77,7 +83,10 @@ def test_events_of_all_incarnations_are_kept_and_told(tmp_path):
 
 
 def test_the_folder_of_another_peer_is_left_alone(tmp_path):
-    Folder(tmp_path, "ann")
+    ann = Folder(tmp_path, "ann")
+    with pytest.raises(PolytempoError, match="is being written by another run"):
+        Folder(tmp_path, "ann")
+    ann.close()
     with pytest.raises(PolytempoError, match="folder of peer 'ann', not of 'bob'"):
         Folder(tmp_path, "bob")
     (tmp_path / "incarnation.json").write_text("{")

@@ -228,4 +228,5 @@ def test_a_link_ends_its_own_threads_and_waits_for_no_other(place, monkeypatch):
     place.leave(place.enter("ann"))
     assert {*threading.enumerate()} - before == {other}
     ended.set()
-    other.join()
+    other.join(60)
+    assert not other.is_alive()

@@ -24,7 +24,10 @@ SAMPLES = [12, 30, 7, 21, 16, 9]
 INITIAL = torch.linspace(-1, 1, 10)
 
 
-@pytest.fixture(params=[name for name in STRATEGIES if name != "p2p"])  # which has no server
+NAMES = [name for name in STRATEGIES if name != "p2p"]  # which has no server
+
+
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
 
@@ -54,6 +57,38 @@ def answer(server, training, step):
         if isinstance(action, Dispatch):
             training[action.client] = action
     return actions
+
+
+def after(name, steps):
+    """The strategy, when it has got so many updates."""
+    server, training = server_for(STRATEGIES.create(name))
+    for step in range(steps):
+        answer(server, training, step)
+    return server.strategy
+
+
+SINGLE = {name for name in NAMES if STRATEGIES[name].single_model}
+REVISED = {name for name in NAMES if after(name, 1).revision(0) is not None}
+CLUSTERED = {name for name in NAMES if after(name, 1).clusters() is not None}
+GRAPHS = {name for name in NAMES if after(name, 20).collaboration() is not None}
+ALIKE = {name for name in NAMES if after(name, 40).similarity() is not None}
+
+
+def only(names):
+    """The test is about strategies that can do something, which some of them must."""
+    assert names
+    return pytest.mark.parametrize("name", sorted(names))
+
+
+def test_what_strategies_can_do_is_what_they_are():
+    """Who is left out of a test below is left out by right: models of one's own come with a
+    revision, and either from a graph or from a cluster, unless nobody hears of others."""
+    assert set(NAMES) - SINGLE <= REVISED
+    assert not SINGLE & (CLUSTERED | GRAPHS)
+    assert set(NAMES) - {"standalone"} == SINGLE | CLUSTERED | GRAPHS
+    assert {"pace", "fedamp", "pfedgraph-async", "fedsac"} <= GRAPHS
+    assert {"cfl", "icfl-async", "ifca", "casa"} <= CLUSTERED
+    assert {"cfl", "icfl-async", "casa"} <= ALIKE
 
 
 def models(server):
@@ -100,16 +135,14 @@ def test_models_change_stay_finite_and_are_never_modified_in_place(name):
     assert torch.equal(INITIAL, torch.linspace(-1, 1, 10))
 
 
+@only(REVISED)
 def test_a_revision_stands_for_one_model(name):
     server, training = server_for(STRATEGIES.create(name))
     strategy, seen = server.strategy, {}
     for step in range(30):
         for client, model in enumerate(models(server)):
             revision = strategy.revision(client)
-            if revision is None:  # not known: nothing is claimed
-                assert strategy.single_model
-            else:
-                assert torch.equal(seen.setdefault((client, revision), model), model)
+            assert torch.equal(seen.setdefault((client, revision), model), model)
         answer(server, training, step)
 
 
@@ -141,36 +174,27 @@ def test_models_are_kept_as_the_context_says(name, storage, tolerance):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
+@only(set(NAMES) - CLUSTERED)
 def test_single_model_is_one_object_for_all(name):
-    server, training = server_for(STRATEGIES.create(name))
-    for step in range(12):
-        answer(server, training, step)
-    handed = [server.strategy.model_for(client) for client in range(len(SAMPLES))]
-    if server.strategy.clusters() is None:
-        assert all(model is handed[0] for model in handed) == server.strategy.single_model
+    strategy = after(name, 12)
+    handed = [strategy.model_for(client) for client in range(len(SAMPLES))]
+    assert all(model is handed[0] for model in handed) == strategy.single_model
 
 
+@only(GRAPHS)
 def test_collaboration_rows_are_distributions(name):
-    server, training = server_for(STRATEGIES.create(name))
-    for step in range(20):
-        answer(server, training, step)
-    graph = server.strategy.collaboration()
-    if graph is None:
-        clustered = server.strategy.clusters() is not None
-        assert server.strategy.single_model or clustered or name == "standalone"
-        return
+    graph = after(name, 20).collaboration()
     assert graph.shape == (len(SAMPLES), len(SAMPLES))
     assert (graph >= 0).all()
     assert graph.sum(1) == pytest.approx(1)
 
 
+@only(CLUSTERED)
 def test_clusters_are_numbers_and_share_a_model(name):
     server, training = server_for(STRATEGIES.create(name))
     for step in range(40):
         answer(server, training, step)
         clusters = server.strategy.clusters()
-        if clusters is None:
-            return
         assert clusters.shape == (len(SAMPLES),)
         assert clusters.min() >= -1
         for number in set(clusters.tolist()) - {-1}:
@@ -179,17 +203,14 @@ def test_clusters_are_numbers_and_share_a_model(name):
             assert all(torch.equal(server.strategy.model_for(int(c)), model) for c in others)
 
 
+@only(ALIKE)
 def test_similarities_are_symmetric_cosines(name):
-    server, training = server_for(STRATEGIES.create(name))
-    for step in range(40):
-        answer(server, training, step)
-    alike = server.strategy.similarity()
-    if alike is not None:
-        assert alike.shape == (len(SAMPLES), len(SAMPLES))
-        np.testing.assert_array_equal(alike, alike.T)
-        known = alike[~np.isnan(alike)]
-        assert (np.abs(known) <= 1).all()
-        assert len(known) > len(SAMPLES) or name == "casa-c"  # more than the diagonal
+    alike = after(name, 40).similarity()
+    assert alike.shape == (len(SAMPLES), len(SAMPLES))
+    np.testing.assert_array_equal(alike, alike.T)
+    known = alike[~np.isnan(alike)]
+    assert (np.abs(known) <= 1).all()
+    assert len(known) > len(SAMPLES) or name == "casa-c"  # more than the diagonal
 
 
 def bits(value):

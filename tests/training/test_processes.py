@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import select
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from polytempo import Federation, PolytempoError, Pull, Task
 from polytempo.core.objective import Drift
 from polytempo.training import AutogradSolver, Backend, Job, Outcome, Score, Solver
+from polytempo.training.executors import processes
 from polytempo.training.executors.processes import Processes
 from polytempo.training.solvers.dense import DenseSolver
 
@@ -205,6 +207,40 @@ def test_answers_that_are_large_pass_the_pipes():
     assert scores == [Score(client, 1, 7.0) for client in range(40_000)]
 
 
+class Talks(Probe):
+    """Sends back more than a pipe holds."""
+
+    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
+        return [Outcome(job.params, {"sum": job.anchor.sum(0, keepdim=True)}) for job in jobs]
+
+
+def test_large_answers_to_large_requests_pass_both_ways_at_once():
+    """Or each end of a pipe would wait for the other to read."""
+    models = [torch.full((3, 400_000), k + 1.0, dtype=torch.float64) for k in range(6)]
+    with on_workers(Talks(), 1) as backend:
+        jobs = [replace(probing(k), anchor=models[k]) for k in range(6)]
+        for job in jobs:
+            backend.expect(job)
+            time.sleep(0.05)  # by now there is an answer under way
+        for k, job in enumerate(jobs):
+            [row] = backend.carry_out(job).extras["sum"]
+            assert len(row) == 400_000
+            assert set(row.tolist()) == {3.0 * (k + 1)}
+
+
+def test_models_to_choose_from_and_a_mask_in_one_task(small):
+    task = Task(epochs=1, choose=2, sparsity=0.1)
+    solver = AutogradSolver(nn.Linear(12, 4), small, 0)
+    params = solver.space.read()
+    job = Job(0, params, task, ("a",), anchor=params[None] + 1)
+    expected = Backend(solver).carry_out(job)
+    with on_workers(solver, 1) as backend:
+        found = backend.carry_out(job)
+    assert torch.equal(found.upload, expected.upload)
+    assert sorted(found.extras) == ["choice", "mask"]
+    assert all(torch.equal(found.extras[key], value) for key, value in expected.extras.items())
+
+
 # -- errors -------------------------------------------------------------------------------------
 
 
@@ -358,6 +394,85 @@ def test_busy_workers_are_stopped_whatever_the_parent_does_with_signals():
         signal.signal(signal.SIGTERM, before)
 
 
+CLOSED_AT_ONCE = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from test_processes import Probe
+from polytempo.training.executors.processes import Processes
+
+class Escaped(Exception):
+    pass
+
+def handler(number, frame):
+    raise Escaped
+
+def slow_fork(fork=os.fork):
+    pid = fork()
+    if pid == 0:
+        time.sleep(0.5)  # a child that is slow to begin
+    return pid
+
+signal.signal(signal.SIGTERM, handler)
+os.fork = slow_fork
+try:
+    Processes(Probe(), 2).close()
+    print("closed", flush=True)
+except Escaped:
+    print("a worker goes on with the program of its parent", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_workers_that_are_closed_at_once_do_not_run_the_parents_handler():
+    """Ray installs such a handler. It used to raise in the worker, before anything there could
+    catch it: the worker became a second pytest, and the first one waited for it for ever."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", CLOSED_AT_ONCE, str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = parent.communicate(timeout=60)
+        assert said == "closed\n"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait(60)
+
+
+def test_a_worker_that_was_stopped_is_killed_in_the_end(monkeypatch):
+    monkeypatch.setattr(processes, "_GRACE", 0.5)
+    with on_workers(Probe(), 1):
+        [worker] = children()
+        os.kill(worker.pid, signal.SIGSTOP)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_dead_worker_is_noticed_though_its_pipe_is_held_open(monkeypatch):
+    """By a process that was forked elsewhere and has inherited the other end."""
+    monkeypatch.setattr(processes, "_LOOK", 0.1)
+    held, pipe = [], mp.get_context("fork").Pipe
+
+    def spying():
+        ours, theirs = pipe()
+        held.append(os.dup(theirs.fileno()))
+        return ours, theirs
+
+    monkeypatch.setattr(mp.get_context("fork"), "Pipe", spying, raising=False)
+    try:
+        with pytest.raises(PolytempoError) as caught, on_workers(Probe(), 1) as backend:
+            job = probing(stream="sleep")
+            backend.expect(job)
+            os.kill(children()[0].pid, signal.SIGKILL)
+            backend.train(job)
+    finally:
+        for end in held:
+            os.close(end)
+    assert len(held) == 1
+    assert_one_line(caught.value, "worker process 0", "SIGKILL")
+
+
 def test_workers_stop_when_an_error_leaves_the_context():
     with pytest.raises(ZeroDivisionError), on_workers(Probe(), 2) as backend:
         backend.expect(probing(stream="sleep"))
@@ -473,14 +588,3 @@ def test_memory_that_workers_had_for_a_moment_is_counted():
         backend.train(probing())
         backend.drain()
         assert 300e6 <= backend.worker_memory < 400e6
-
-
-def test_large_answers_to_large_requests_are_refused(small):
-    """Both ends of a pipe would wait for the other to read."""
-    task = Task(epochs=1, choose=2, sparsity=0.1)
-    solver = AutogradSolver(nn.Linear(12, 4), small, 0)
-    params = solver.space.read()
-    with on_workers(solver, 1) as backend, pytest.raises(PolytempoError, match="--backend serial"):
-        backend.train(Job(0, params, task, ("a",), anchor=params[None] + 1))
-    alone = Backend(solver).carry_out(Job(0, params, task, ("a",), anchor=params[None] + 1))
-    assert sorted(alone.extras) == ["choice", "mask"]

@@ -65,9 +65,11 @@ def cluster():
 
 @pytest.fixture(autouse=True)
 def disconnected():
-    """One test that fails should not make others fail."""
+    """One test that fails should not make others fail, nor Ray's handler other tests."""
+    terminate = signal.getsignal(signal.SIGTERM)
     yield
     ray.shutdown()
+    signal.signal(signal.SIGTERM, terminate)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +230,13 @@ def test_processors_that_others_use(cluster, small, monkeypatch):
     assert busy.wait(30)
     with pytest.raises(PolytempoError, match=r"2 workers .* has 2, of which 1 are free"):
         RayPool(AutogradSolver(own_model(), small, 0), 2)
+    assert not ray.is_initialized()
+
+
+def test_workers_that_never_begin(cluster, small, monkeypatch):
+    monkeypatch.setattr("polytempo.training.executors.ray_actors._START", 0.01)
+    with pytest.raises(PolytempoError, match=r"Ray worker 0 did not start within 0\.01 seconds"):
+        RayPool(AutogradSolver(own_model(), small, 0), 1)
     assert not ray.is_initialized()
 
 

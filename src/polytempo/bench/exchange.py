@@ -26,6 +26,7 @@ from polytempo.network.wire import Wire
 from polytempo.nodes import DECISIONS, FusionRule, Pairing, PeerNode, RoundEnded, Snapshot
 
 PARAMETERS = (62_006, 325_000, 11_250_000)  # 0.25, 1.3 and 45 MB: LeNet, a CNN, ResNet-18
+_PATIENCE = 30.0  # seconds for the other process to end
 
 
 def measure_exchange(parameters: int, *, tls: bool, repeats: int = 20) -> dict[str, Any]:
@@ -40,7 +41,9 @@ def measure_exchange(parameters: int, *, tls: bool, repeats: int = 20) -> dict[s
             seconds = _claim(addresses[1], parameters, repeats)
         finally:
             over.set()
-            owner.join()
+            owner.join(_PATIENCE)
+            owner.kill()  # if it has not ended by itself
+            owner.join(_PATIENCE)
     size = 4e-6 * parameters
     return {
         "parameters": parameters,

@@ -60,7 +60,11 @@ def run_command(
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
             folder = out.expanduser() if out else _free_folder(chosen)
             observer = progress.watch(str(chosen.strategy_table["name"]))
-            result = run(chosen, folder, observer=observer)
+            try:
+                result = run(chosen, folder, observer=observer)
+            finally:
+                if not out and not any(folder.iterdir()):  # nothing came of it
+                    folder.rmdir()
     if as_json:
         output.print_json(data=result.summary)
     else:
@@ -73,9 +77,13 @@ def _free_folder(config: RunConfig) -> Path:
     strategy, data = str(config.strategy_table["name"]), Path(config.data).name
     stem = f"runs/{slug(strategy)}-{slug(data)}-seed{config.seed}"
     folder, number = Path(stem), 2
-    while folder.exists():
-        folder, number = Path(f"{stem}-{number}"), number + 1
-    return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    while True:  # several commands may look for one at once
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            folder, number = Path(f"{stem}-{number}"), number + 1
 
 
 def _show(result: RunResult, folder: Path) -> None:

@@ -161,12 +161,15 @@ class Layout:
         """The module as a new vector, as it travels."""
         return self.split(self.vector)[0] if self.personal else self.vector.clone()
 
-    def train(self) -> None:
+    def train(self, batch: int) -> None:
         """Put the module in training mode, but for normalisation layers that are frozen: their
-        statistics never change."""
+        statistics never change. Nor do those of batch normalisation where batches are of one
+        sample, which alone has none: it uses those that came with the model."""
         self.module.train()
-        for layer in self._still:
-            layer.eval()
+        for layer in self.module.modules():
+            alone = batch == 1 and isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            if alone or layer in self._still:
+                layer.eval()
 
 
 def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.data import Federation
-from polytempo.experiments.config import EXECUTION, RunConfig, make_config, read_config
+from polytempo.experiments.config import RunConfig, difference, make_config, read_config
 from polytempo.experiments.result import (
     CLUSTERS,
     RunResult,
@@ -22,7 +22,8 @@ from polytempo.experiments.result import (
     read_result,
     write_table,
 )
-from polytempo.experiments.run import Attach, LastFederation, holds_run, prepare, resume, run
+from polytempo.experiments.run import Attach, LastFederation, holds_run, resolve, resume, run
+from polytempo.files import replace_text
 from polytempo.report import plot_accuracy, write_html
 from polytempo.simulation.metrics import models_sent
 
@@ -144,14 +145,12 @@ def _continue(
     place: Path, config: RunConfig, federation: Federation, observer: Attach | None
 ) -> RunResult:
     found = read_config(place / "config.toml")
-    wanted = prepare(config, federation)[0].model_dump(exclude_none=True)
-    keys = (wanted.keys() | found.keys()) - set(EXECUTION)
-    different = sorted(key for key in keys if wanted.get(key) != found.get(key))
-    if different:
-        name = different[0]
+    wanted = resolve(config, federation)
+    name = difference(wanted, found)
+    if name is not None:
         raise PolytempoError(
             f"{place} was run with {name} = {found.get(name)!r}, now it is "
-            f"{wanted.get(name)!r}; choose another --out or delete the folder"
+            f"{wanted.settings().get(name)!r}; choose another --out or delete the folder"
         )
     if (place / "result.json").exists():
         result = read_result(place)
@@ -223,7 +222,7 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
     table = comparison.table()
     write_table(folder / "summary.csv", table)
     text = json.dumps(comparison.summaries(), indent=2) + "\n"
-    (folder / "results.json").write_text(text, encoding="utf8")
+    replace_text(folder / "results.json", text)
     if not can_plot():
         return
     curves = {label: [r.curve() for r in found] for label, found in comparison.results.items()}

@@ -6,7 +6,7 @@ Unknown settings are errors that name the nearest one; every value is checked be
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypedDict, cast
 
@@ -20,9 +20,10 @@ from polytempo.core.layout import BufferPolicy, Parts
 from polytempo.core.optimizer import OPTIMIZERS
 from polytempo.core.registry import Registry
 from polytempo.core.schedule import SCHEDULES
-from polytempo.core.strategy import Refill
+from polytempo.core.strategy import Refill, Strategy
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS, Federation
+from polytempo.files import replace_text
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.storage import mapped
 from polytempo.strategies import STRATEGIES
@@ -230,6 +231,10 @@ class RunConfig(BaseModel):
     def evaluation_interval(self) -> int:
         return self.eval_every or max(1, self.rounds // 40)
 
+    def settings(self) -> dict[str, Any]:
+        """As a folder keeps them: plain values, without what was left open."""
+        return self.model_dump(mode="json", exclude_none=True)
+
     def make(self, field: str) -> Any:
         """The strategy, device model, ... that the setting of that name describes."""
         return _REGISTRIES[field].create(getattr(self, field))
@@ -261,8 +266,32 @@ class RunConfig(BaseModel):
 
 
 EXECUTION = ("workers",)  # what has no influence on any result
+# What may change when a run is resumed: how long it is, what is verified on the way, and where its
+# data are (which are known by their digest).
+RESUMABLE = (*EXECUTION, *("rounds", "versions", "messages", "until", "check", "data_dir"))
+# What is filled in when a run begins, if it was left open.
+FILLED = ("data_dir", "clients", "partition", "slots", "refill", "eval_every")
 FEDERATION = ("data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit")
 TASK = ("epochs", "steps", "batch_size", "lr", "optimizer", "keep_optimizer")
+
+
+def difference(
+    wanted: RunConfig,
+    kept: Mapping[str, Any],
+    free: Iterable[str] = EXECUTION,
+    strategy: Strategy | None = None,
+) -> str | None:
+    """Is this the same run? The first setting in which the run that is wanted differs from one with
+    these settings, of those that are not `free`; None if there is none. What was left open, and is
+    filled in when a run begins, fits whatever was filled in. `strategy`: if it is at hand (it may
+    be of a class that cannot be imported)."""
+    ours = wanted.settings()
+    left = {name for name in FILLED if name not in ours}
+    own = wanted.slots is not None and wanted.refill is None
+    if own and (strategy or wanted.make("strategy")).all_slots:
+        left.add("slots")  # the strategy takes all, whatever was asked for
+    names = (ours.keys() | kept.keys()) - left - set(free)
+    return next((name for name in sorted(names) if ours.get(name) != kept.get(name)), None)
 
 
 def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunConfig:
@@ -298,4 +327,4 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def write_config(path: str | Path, config: RunConfig) -> None:
     """The resolved settings, as a TOML file that `polytempo run --config` takes."""
-    Path(path).write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf8")
+    replace_text(path, tomli_w.dumps(config.settings()))

@@ -19,13 +19,13 @@ from polytempo.core.strategy import Context
 from polytempo.experiments.config import FEDERATION, RunConfig, write_config
 from polytempo.experiments.result import write_table
 from polytempo.experiments.run import load_federation
+from polytempo.files import replace_text
 from polytempo.models import Inputs, build
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import check_name
-from polytempo.storage import replace_text
 from polytempo.strategies.p2p import P2P
 from polytempo.training import AutogradSolver, Learner, Score
 

@@ -19,11 +19,11 @@ from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.result import can_plot, write_table
 from polytempo.experiments.run import holds_run
+from polytempo.files import replace_text
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports
 from polytempo.report import Line, plot_peers
-from polytempo.storage import replace_text
 from polytempo.training.executors.processes import cores
 
 SEEDS = 2  # peers that all others call first
@@ -65,6 +65,7 @@ class Group:
             make_certificates(self.certificates, dict.fromkeys(self.names, LOCAL))
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._readers: list[threading.Thread] = []
+        self._asked = False  # to end
 
     def start(self, number: int) -> subprocess.Popen[str]:
         """Start this peer, for the first time or again."""
@@ -88,7 +89,7 @@ class Group:
                 start_new_session=True,  # Ctrl-C comes to us alone, and we pass it on
             )
         self.processes[name] = process
-        reader = threading.Thread(target=self._read, args=(process,))
+        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         reader.start()
         self._readers.append(reader)
         return process
@@ -100,23 +101,23 @@ class Group:
                 self.watch(json.loads(line))
 
     def wait(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Until all have ended; after an interrupt they are asked to."""
-        asked = False
+        """Until all have ended; after an interrupt they are asked to. Those that were asked and do
+        not are killed."""
         for process in [*self.processes.values()]:
             while process.poll() is None:
-                if interrupted() and not asked:
-                    asked = True
+                if interrupted() and not self._asked:
                     self.stop()
                 try:
-                    process.wait(_PATIENCE if asked else 0.2)
+                    process.wait(_PATIENCE if self._asked else 0.2)
                 except subprocess.TimeoutExpired:
-                    if asked:
+                    if self._asked:
                         process.kill()
         for reader in self._readers:
-            reader.join()
+            reader.join(_PATIENCE)
 
     def stop(self) -> None:
         """Ask all peers to finish what is under way and end."""
+        self._asked = True
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

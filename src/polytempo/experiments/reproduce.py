@@ -28,7 +28,7 @@ from polytempo.experiments.compare import (
     slug,
     spread,
 )
-from polytempo.experiments.config import EXECUTION, read_config
+from polytempo.experiments.config import RunConfig, difference, read_config
 from polytempo.experiments.paper_specs import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.result import RunResult, read_result
 from polytempo.experiments.run import Attach, LastFederation, holds_run
@@ -82,7 +82,7 @@ def carry_out(
     said of runs whose training diverged (of a grid, if it did with every value)."""
     experiment, load = place.experiment, LastFederation()
     failed: list[str] = []
-    done: dict[str, Path] = {}  # finished runs by their settings
+    done: list[tuple[RunConfig, Path]] = []  # finished runs
     _all_here(experiment, columns, execution.get("data_dir"))
     configs = {  # all of them first: a mistake is found before anything is run
         (row, column, seed): [
@@ -100,9 +100,10 @@ def carry_out(
             if choice and (folder / DIVERGED).exists():
                 errors.append((folder / DIVERGED).read_text(encoding="utf8"))
                 continue
-            settings = config.model_dump_json(exclude=set(EXECUTION))
-            if settings in done and not holds_run(folder):
-                _copy(done[settings], folder)
+            if not holds_run(folder):
+                same = (at for ran, at in done if difference(config, ran.settings()) is None)
+                if (twin := next(same, None)) is not None:
+                    _copy(twin, folder)
             observer = watch(f"{column} {row} {spelled(choice)}".strip(), seed) if watch else None
             try:
                 result = settle(config, folder, load, observer)
@@ -113,7 +114,7 @@ def carry_out(
                 continue
             if not result.summary["complete"] or result.interrupted:
                 return False, failed
-            done[settings] = folder
+            done.append((config, folder))
         if len(errors) == len(tried):
             failed.append(f"{row} on {column}, seed {seed}: {errors[-1]}")
     return True, failed
@@ -157,15 +158,7 @@ def _finished(place: Place, row: str, column: str, choice: Choice) -> list[RunRe
             continue
         seed = int(folder.name.removeprefix("seed"))
         config = place.experiment.config(row, column, seed, place.quick, choice)
-        wanted = config.model_dump()
-        if config.refill is None and config.make("strategy").all_slots:
-            del wanted["slots"]  # the strategy has taken all
-        kept = read_config(folder / "config.toml")
-        same = all(
-            kept.get(key) == value
-            for key, value in wanted.items()
-            if value is not None and key not in EXECUTION
-        )
+        same = difference(config, read_config(folder / "config.toml")) is None
         result = read_result(folder)
         if same and result.summary["complete"]:
             found.append(result)

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError
+from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
     plot_accuracy,
@@ -30,7 +31,6 @@ from polytempo.report import (
 )
 from polytempo.simulation import Engine, Extension, clusters
 from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
-from polytempo.storage import replace_text
 from polytempo.training.footprint import peak_memory
 
 CLUSTERS = clusters.FIGURES
@@ -180,7 +180,7 @@ def _write_files(folder: Path, extension: Extension) -> None:
         if rows:
             write_table(folder / f"{name}.csv", rows)
     for name, arrays in extension.arrays().items():
-        with (folder / f"{name}.npz").open("wb") as file:
+        with replacing(folder / f"{name}.npz") as partial, partial.open("wb") as file:
             np.savez_compressed(file, **arrays)
 
 

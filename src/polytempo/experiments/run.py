@@ -16,19 +16,24 @@ from torch import nn
 from polytempo.core.errors import PolytempoError
 from polytempo.core.events import to_json
 from polytempo.core.schedule import Constant
-from polytempo.core.strategy import Kind, Strategy
+from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import (
     FEDERATION,
+    FILLED,
+    RESUMABLE,
     RunConfig,
+    difference,
     make_config,
     read_config,
     write_config,
 )
 from polytempo.experiments.result import RunResult, summarise, write_result
+from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.engine import Observer, World
+from polytempo.simulation.simulator import slots_of
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import P2P, STRATEGIES
 from polytempo.training import find_device, make_backend
@@ -48,12 +53,16 @@ def simulate(
     strategy: str | Strategy = "pace",
     rounds: int = 400,
     out: str | Path | None = None,
+    resume: bool = False,
     **settings: Any,
 ) -> RunResult:
     """Run a strategy on a federation, on a simulated clock.
 
     `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
     `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
+    With `resume`, the run that this folder holds, if any, goes on from its checkpoint, bit for bit
+    as if it had never stopped: call it as before, perhaps for more rounds. Data, strategy and
+    settings must be those of the checkpoint; what was left open is as it was.
     """
     chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
     for name in (*FEDERATION, *(() if out else ("events",))):
@@ -68,15 +77,23 @@ def simulate(
         "data": GIVEN + federation.description,
         "model": _model_name(model),
     }
-    truth["rounds"] = chosen.rounds_of_run(config.rounds, federation.clients)
     config = config.model_copy(update=truth)
-    simulator = make_simulator(config, federation, model, chosen)
     if out is None:
+        if resume:
+            raise PolytempoError("simulate: resume=True needs out=FOLDER, where the run was left")
+        config = resolve(config, federation, chosen)
+        simulator = make_simulator(config, federation, model, chosen)
         peak_memory(reset=True)
         simulator.run(config.rounds, **config.ends())
         return summarise(simulator, truth["strategy"], complete=True)
-    folder = new_folder(Path(out).expanduser())
-    return drive(simulator, config, folder)
+    folder = Path(out).expanduser()
+    with Claim(folder):
+        state = _checkpoint(folder) if resume else None
+        if state is None:
+            _must_be_new(folder)
+        config = resolve(_as_it_was(config, state, chosen), federation, chosen)
+        simulator = make_simulator(config, federation, model, chosen)
+        return _go_on(simulator, config, folder, state)
 
 
 def run(
@@ -87,31 +104,34 @@ def run(
     federation: Federation | None = None,
 ) -> RunResult:
     """Carry out a run in a new folder (on a federation that was loaded already, if given)."""
-    config, simulator = prepare(config, federation)
-    new_folder(folder)
-    return drive(simulator, config, folder, observer)
-
-
-def prepare(config: RunConfig, federation: Federation | None = None) -> tuple[RunConfig, Engine]:
-    """The run's world, and its settings with everything filled in that was left open."""
     federation = federation or load_federation(config)
-    strategy = config.make("strategy")
-    rounds = strategy.rounds_of_run(config.rounds, federation.clients)
-    config = config.model_copy(update={"rounds": rounds})
-    simulator = make_simulator(config, federation, config.model, strategy)
+    config = resolve(config, federation)
+    simulator = make_simulator(config, federation, config.model)
+    with Claim(folder):
+        _must_be_new(folder)
+        return drive(simulator, config, folder, observer)
+
+
+def resolve(
+    config: RunConfig, federation: Federation, strategy: Strategy | None = None
+) -> RunConfig:
+    """The settings with everything filled in that was left open (`FILLED`)."""
+    strategy, clients = strategy or config.make("strategy"), federation.clients
+    rounds = strategy.rounds_of_run(config.rounds, clients)
     filled: dict[str, Any] = {
-        "clients": federation.clients,
+        "rounds": rounds,
+        "clients": clients,
         "partition": dict(federation.partition),
-        "slots": simulator.slots,
-        "refill": simulator.refill,
-        "eval_every": config.evaluation_interval,
+        "slots": slots_of(strategy, clients, config.slots, config.refill),
+        "refill": config.refill or strategy.refill,
+        "eval_every": config.eval_every or max(1, rounds // 40),
     }
     path = Path(config.data).expanduser()
     if path.exists():
         filled["data"] = str(path.resolve())
     if config.data_dir is not None:
         filled["data_dir"] = str(Path(config.data_dir).expanduser().resolve())
-    return config.model_copy(update=filled), simulator
+    return config.model_copy(update=filled)
 
 
 def resume(
@@ -130,14 +150,54 @@ def resume(
     if str(settings.get("data", "")).startswith(GIVEN):
         raise PolytempoError(
             f"{folder} was run from Python on data given there, which the folder does not hold; "
-            "run it anew from Python"
+            "resume it there: polytempo.simulate(..., out=FOLDER, resume=True)"
         )
     given = {"rounds": rounds, "workers": workers}
     settings |= {key: value for key, value in given.items() if value is not None}
-    config, simulator = prepare(make_config(settings, str(folder / "config.toml")), federation)
+    config = make_config(settings, str(folder / "config.toml"))
+    with Claim(folder):
+        state = _checkpoint(folder)
+        config = _as_it_was(config, state)
+        federation = federation or load_federation(config)
+        config = resolve(config, federation)
+        simulator = make_simulator(config, federation, config.model)
+        return _go_on(simulator, config, folder, state, observer)
+
+
+def _checkpoint(folder: Path) -> State | None:
+    """What a run has left in its folder, if it came so far."""
+    return load_state(folder / CHECKPOINT) if (folder / CHECKPOINT).exists() else None
+
+
+def _as_it_was(
+    config: RunConfig, state: State | None, strategy: Strategy | None = None
+) -> RunConfig:
+    """The settings, with what was left open as it was at the checkpoint. Those that the rest of the
+    run depends on must be the same as there."""
+    if state is None or "settings" not in state:  # of an old format, as `restore` will say
+        return config
+    before: dict[str, Any] = state["settings"]
+    name = difference(config, before, RESUMABLE, strategy)
+    if name is not None:
+        now = config.settings().get(name)
+        raise PolytempoError(
+            f"the checkpoint was made with {name} = {before.get(name)!r}, now it is {now!r}; "
+            f"change {name} back to resume, or start another run in another folder"
+        )
+    left = [name for name in FILLED if getattr(config, name) is None and name not in RESUMABLE]
+    return config.model_copy(update={name: before.get(name) for name in left})
+
+
+def _go_on(
+    simulator: Engine,
+    config: RunConfig,
+    folder: Path,
+    state: State | None,
+    observer: Attach | None = None,
+) -> RunResult:
     with simulator.backend:  # workers are forked: better before the models are there
-        if (folder / CHECKPOINT).exists():
-            simulator.load_state_dict(load_state(folder / CHECKPOINT))
+        if state is not None:
+            simulator.load_state_dict(state)
         if simulator.round > config.rounds:
             raise PolytempoError(
                 f"{folder} has folded {simulator.round} updates already; ask for more "
@@ -253,20 +313,13 @@ def _arithmetic(config: RunConfig, federation: Federation, module: nn.Module) ->
     return 6 * config.rounds * samples * sum(p.numel() for p in module.parameters())
 
 
-def new_folder(folder: Path) -> Path:
-    """Make the folder of a run; one that holds a run already is left alone."""
+def _must_be_new(folder: Path) -> None:
+    """A folder that holds a run already is left alone."""
     if holds_run(folder):
         raise PolytempoError(
             f"{folder} holds a run already; continue it with --resume {folder}, choose another "
             "--out, or delete it"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PolytempoError(
-            f"{folder} cannot be made: {error.strerror}; choose another --out"
-        ) from error
-    return folder
 
 
 def holds_run(folder: Path) -> bool:
@@ -292,7 +345,7 @@ def drive(
     observer: Attach | None = None,
 ) -> RunResult:
     """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
-    diverges, the folder stays as the last checkpoint left it."""
+    diverges, or the disk is full, the folder stays as the last checkpoint left it."""
     write_config(folder / "config.toml", config)
     peak_memory(reset=True)
     if observer:
@@ -302,7 +355,8 @@ def drive(
 
         def checkpoint() -> None:
             flush()  # no checkpoint may count events that the log does not hold
-            save_state(folder / CHECKPOINT, simulator.state_dict())
+            state = {**simulator.state_dict(), "settings": config.settings()}
+            save_state(folder / CHECKPOINT, state)
 
         def pause() -> bool:
             nonlocal last
@@ -314,7 +368,7 @@ def drive(
         complete = simulator.run(config.rounds, **config.ends(), stop=pause)
         checkpoint()
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
-    write_result(folder, result, config.model_dump(exclude_none=True))
+    write_result(folder, result, config.settings())
     return result
 
 
@@ -325,19 +379,9 @@ def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[C
     if not config.events:
         yield lambda: None
         return
-    path = folder / "events.jsonl"
-    kept: list[bytes] = []
-    if simulator.events:
-        kept = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        if len(kept) < simulator.events:
-            raise PolytempoError(
-                f"{path} holds {len(kept)} of the {simulator.events} events before the checkpoint; "
-                "put it back, or start the run anew"
-            )
-    path.write_bytes(b"".join(kept[: simulator.events]))
-    with path.open("a", encoding="utf8") as file:
-        simulator.observers.append(lambda event: print(to_json(event), file=file))
-        yield file.flush
+    with Appended(folder / "events.jsonl", keep=simulator.events) as log:
+        simulator.observers.append(lambda event: log.add(to_json(event)))
+        yield log.flush
 
 
 @contextmanager

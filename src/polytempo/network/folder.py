@@ -16,7 +16,8 @@ from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import State
-from polytempo.storage import load_state, replace_text, save_state
+from polytempo.files import Claim, replace_text, writing
+from polytempo.storage import load_state, save_state
 
 STATE, EVENTS, INCARNATION = "state.safetensors", "events.jsonl", "incarnation.json"
 
@@ -28,16 +29,15 @@ class Folder:
         self, path: Path, peer: str, watch: Callable[[dict[str, Any]], None] = lambda event: None
     ) -> None:
         self.path, self.peer, self.watch = path, peer, watch
+        self._claim = Claim(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PolytempoError(
-                f"{path} cannot be made: {error.strerror}; choose another --out"
-            ) from error
-        self.incarnation = self._next_incarnation()
+            self.incarnation = self._next_incarnation()
+            self._events = (path / EVENTS).open("ab", buffering=0)
+        except BaseException:
+            self._claim.close()
+            raise
         self.iteration = 0  # noted with each event
         self._lock = threading.Lock()
-        self._events = (path / EVENTS).open("ab", buffering=0)
 
     def _next_incarnation(self) -> int:
         """Larger than any before, even if the folder was lost: then the clock sees to it."""
@@ -68,7 +68,7 @@ class Folder:
             "event": event,
             **what,
         }
-        with self._lock:
+        with self._lock, writing(self.path / EVENTS):
             if not self._events.closed:
                 self._events.write(json.dumps(found).encode() + b"\n")
         self.watch(found)
@@ -85,3 +85,4 @@ class Folder:
     def close(self) -> None:
         with self._lock:
             self._events.close()
+        self._claim.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
+from polytempo.files import replacing
 
 INK, QUIET, GRID = "#1f2328", "#59636e", "#e4e7eb"
 # Chosen to differ from each other for every kind of colour vision, and to stand out on white. Lines
@@ -66,7 +67,8 @@ def canvas(path: str | Path, width: float, height: float) -> Iterator[Any]:
         yield figure
         target.parent.mkdir(parents=True, exist_ok=True)
         metadata = _METADATA[target.suffix.lower()]
-        figure.savefig(target, dpi=120, metadata=metadata)
+        with replacing(target) as partial:
+            figure.savefig(partial, dpi=120, metadata=metadata, format=target.suffix[1:].lower())
 
 
 def bare(axes: Any, grid: str | None = "y") -> None:

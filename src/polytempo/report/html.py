@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from polytempo.core.errors import PolytempoError
+from polytempo.files import replace_text
 
 _TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
@@ -75,7 +76,7 @@ def write_html(
         parts += ["<h2>Settings</h2>", _settings(settings)]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_page(title, "\n".join(parts)), encoding="utf-8")
+    replace_text(target, _page(title, "\n".join(parts)))
     return target
 
 

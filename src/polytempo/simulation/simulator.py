@@ -58,9 +58,18 @@ from polytempo.simulation.flight import (
     read_flight,
 )
 from polytempo.simulation.newcomers import Newcomers
+from polytempo.simulation.rehearsal import RehearsedServer
 from polytempo.training import Job
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
+
+
+def slots_of(strategy: Strategy, clients: int, slots: int | None, refill: Refill | None) -> int:
+    """Clients that train at once: as many as were asked for, else a tenth; all, if it is the
+    strategy's way that everybody trains all the time."""
+    if strategy.all_slots and refill is None:
+        return clients
+    return min(clients, max(4, math.ceil(clients / 10))) if slots is None else slots
 
 
 class Simulator(Engine):
@@ -80,12 +89,9 @@ class Simulator(Engine):
         **world: Unpack[World],
     ) -> None:
         super().__init__(federation, module, strategy, **world)
-        clients = federation.clients
-        if strategy.all_slots and refill is None:
-            slots = clients
-        elif slots is None:
-            slots = min(clients, max(4, math.ceil(clients / 10)))
-        self.server = Server(strategy, self.context, slots=slots, refill=refill, schedule=schedule)
+        slots = slots_of(strategy, federation.clients, slots, refill)
+        kind = RehearsedServer if check else Server
+        self.server = kind(strategy, self.context, slots=slots, refill=refill, schedule=schedule)
         self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way

@@ -209,7 +209,7 @@ class Session:
         their gradient, the anchor of the shared ones, and the samples to feed it with."""
         layout, vocabulary = self.solver.space, self.solver.vocabulary
         layout.load_whole(self.vector, self._counters)
-        layout.train()
+        layout.train(min(self.samples, self.task.batch_size))
         if vocabulary is not None and self._words_suffice():
             if self._part is None:
                 self._part = vocabulary.part(x, self.received)

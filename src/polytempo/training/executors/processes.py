@@ -3,7 +3,12 @@
 They are forked, so they have the federation, the module and the solver without any copy: nothing is
 sent to them but what a job holds. Its model travels through a row of shared memory, in which the
 result replaces it; the other vectors that few jobs bring, and few results have beside them, go
-through the pipe.
+through the pipe. A worker has a thread that takes requests out of the pipe at any time, so both
+ends can send as much as they like at once.
+
+A forked process inherits the Python signal handlers of its parent, which may do anything: raise,
+for one, so that the child would go on with the parent's program. So signals are blocked around the
+fork, until the child has put all handlers back to what the system does by default.
 """
 
 from __future__ import annotations
@@ -13,10 +18,13 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +38,8 @@ from polytempo.training.jobs import Exam, Job, Outcome
 from polytempo.training.solvers.autograd import Solver
 
 _NOTHING = torch.empty(0)
+_LOOK = 1.0  # seconds after which one who waits for workers looks whether they are alive
+_GRACE = 5.0  # seconds that a worker has to end, before it is killed
 
 
 class Processes:
@@ -61,7 +71,8 @@ class Processes:
                 name=f"polytempo worker {worker}",
                 daemon=True,
             )
-            process.start()
+            with _signals_blocked():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -80,9 +91,10 @@ class Processes:
         self._send(worker, ("evaluate", place, dumps(bare)))
 
     def receive(self) -> tuple[int, list[Any] | Exception]:
-        pipe = wait(self._pipes)[0]
-        assert isinstance(pipe, Connection)
-        worker = self._pipes.index(pipe)
+        while not (ready := wait(self._pipes, _LOOK)):
+            self._look()
+        assert isinstance(ready[0], Connection)
+        worker = self._pipes.index(ready[0])
         place, answer = self._answer(worker)
         if not isinstance(answer, bytes):
             return worker, answer
@@ -97,11 +109,15 @@ class Processes:
         return float(sum(self._answer(worker)[1][0] for worker in range(self.workers)))
 
     def close(self) -> None:
+        for process in self._processes:
+            process.terminate()  # perhaps in the middle of something that nobody waits for
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.terminate()  # perhaps in the middle of something that nobody waits for
-            process.join()
+            process.join(_GRACE)
+            if process.is_alive():  # stopped by somebody, say
+                process.kill()
+                process.join(_GRACE)
 
     def _place(self, worker: int) -> int:
         """Where the models of the next request go: requests are answered in order, and there are
@@ -116,15 +132,24 @@ class Processes:
             self._died(worker)
 
     def _answer(self, worker: int) -> tuple[int, Any]:
+        pipe = self._pipes[worker]
         try:
-            place, answer = self._pipes[worker].recv()
+            while not pipe.poll(_LOOK):
+                self._look()
+            place, answer = pipe.recv()
         except (EOFError, ConnectionResetError):
             self._died(worker)
         return place, answer
 
+    def _look(self) -> None:
+        """A worker that is dead is noticed even if somebody else holds its end of the pipe."""
+        for worker, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
+            if not process.is_alive() and not pipe.poll():
+                self._died(worker)
+
     def _died(self, worker: int) -> NoReturn:
         process = self._processes[worker]
-        process.join(timeout=5)
+        process.join(_GRACE)
         code = process.exitcode
         how = f"exit code {code}"
         if code is not None and code < 0:
@@ -137,18 +162,20 @@ class Processes:
 
 
 def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connection]) -> None:
-    """What a worker does: answer requests until the other end of the pipe is closed."""
+    """What a worker does: answer requests until the other end of the pipe is closed (`_take`)."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # the parent's
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for end in foreign:  # inherited ends would keep pipes open that others have closed
         end.close()
     torch.set_num_threads(1)
     before = peak_memory(reset=True)
+    requests: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
+    threading.Thread(target=_take, args=(pipe, requests), daemon=True).start()
     while True:
-        try:
-            kind, place, details = pipe.recv()
-        except (EOFError, OSError):
-            return
+        kind, place, details = requests.get()
         answer: Any = None
         try:
             if kind == "train":
@@ -169,6 +196,26 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
             pipe.send((place, answer))
         except BrokenPipeError:
             return  # nobody waits for it any more
+
+
+def _take(pipe: Connection, requests: SimpleQueue[tuple[str, int, Any]]) -> None:
+    """Take requests in as they come, so that the parent is never held up, though we may be sending
+    it an answer; if it has gone, or closed the pipe, nobody waits for an answer any more."""
+    while True:
+        try:
+            requests.put(pipe.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Whoever is forked meanwhile gets no signal before it unblocks them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _portable(error: Exception) -> Exception:

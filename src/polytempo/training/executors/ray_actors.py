@@ -43,6 +43,7 @@ except ImportError as error:
     raise PolytempoError('backend ray needs Ray: pip install "polytempo[ray]"') from error
 
 _PATIENCE = 15.0  # seconds: CPUs that were freed a moment ago may still be counted as taken
+_START = 300.0  # seconds that workers may need to begin: they import torch, and get the data
 _LOST = (
     *(exceptions.RayActorError, exceptions.ObjectLostError, exceptions.NodeDiedError),
     *(exceptions.LocalRayletDiedError, exceptions.OutOfMemoryError),
@@ -73,16 +74,9 @@ class RayPool:
             self._actors: list[Any] = [make() for _ in range(workers)]
             self._shared = ray.put(_copied(solver)), ray.put(_arrays(solver.federation))
             for worker in range(workers):
-                self._ask(
-                    worker,
-                    "start",
-                    type(solver),
-                    *self._shared,
-                    solver.seed,
-                    solver.parts,
-                    solver.problem,
-                )
-            answers = [self._answer(worker) for worker in range(workers)]
+                settings = solver.seed, solver.parts, solver.problem
+                self._ask(worker, "start", type(solver), *self._shared, *settings)
+            answers = [self._answer(worker, _START) for worker in range(workers)]
             for answer in answers:
                 if isinstance(answer, Exception):
                     raise answer
@@ -126,10 +120,15 @@ class RayPool:
     def _ask(self, worker: int, method: str, *details: Any) -> None:
         self._asked[worker].append(getattr(self._actors[worker], method).remote(*details))
 
-    def _answer(self, worker: int) -> Any:
+    def _answer(self, worker: int, seconds: float | None = None) -> Any:
         """Wait for the oldest answer of this worker: what it found, or what went wrong there."""
         try:
-            return ray.get(self._asked[worker].popleft())
+            return ray.get(self._asked[worker].popleft(), timeout=seconds)
+        except exceptions.GetTimeoutError as error:
+            raise PolytempoError(
+                f"Ray worker {worker} did not start within {seconds:g} seconds; see `ray status` "
+                "and Ray's logs, or use --backend processes"
+            ) from error
         except exceptions.RayTaskError as error:
             trace = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray paints it
             error.cause.add_note(f"on Ray worker {worker}:\n{trace}")

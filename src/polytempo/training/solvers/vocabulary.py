@@ -9,7 +9,8 @@ out right, which is all that an isotropic objective looks at.
 
 A module says that it can be treated so by naming the layer in an attribute `token_table`: tokens
 must serve for nothing but to look up rows there, with token 0 as padding. Then words can be
-renumbered, and nothing changes.
+renumbered, and nothing changes. A subclass may do something else with tokens, so it does not
+inherit the attribute: it has to say the same again.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Vocabulary:
     def of(cls, space: Layout) -> Vocabulary | None:
         """None if the module names no table, or does not train it, or some of it stays with the
         clients."""
-        name = getattr(space.module, "token_table", None)
+        name = {**vars(type(space.module)), **vars(space.module)}.get("token_table")
         weight = space.module.get_submodule(name).weight if name else None
         for parameter, place in space.trained if not space.personal else ():
             if parameter is weight:

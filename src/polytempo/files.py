@@ -1,0 +1,200 @@
+"""Files that are there whole or not at all, and folders that belong to one process at a time.
+
+A file is written beside the one that it replaces, brought to the disk, and renamed; then the folder
+is brought to the disk too, without which a crash may undo the renaming. Whatever goes wrong, a full
+disk for one, the old file is as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from polytempo.core.errors import PolytempoError
+
+LOCK = ".lock"  # in a folder that somebody writes to: the number of that process
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system refuses becomes an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise PolytempoError(
+            f"{error.filename or path} could not be written: {error.strerror or error}; what was "
+            "saved before is intact: make room (or give the right to write), then resume"
+        ) from error
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a path to write to; what is there in the end takes the place of `path` at once. If
+    anything goes wrong, nothing has changed."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    with writing(path):
+        try:
+            yield partial
+            _sync(partial)  # the new bytes are on the disk before the old ones go
+            os.replace(partial, path)
+            _sync(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a small file; a crash leaves either the old file or the new one."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf8", newline="")
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    if path.is_dir() and sys.platform == "win32":
+        return  # where folders cannot be opened, and renaming is durable
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such thing on this file system
+            raise
+    finally:
+        os.close(number)
+
+
+class Appended:
+    """Lines at the end of a file, which keeps its first `keep` lines (and must have them)."""
+
+    def __init__(self, path: Path, keep: int = 0) -> None:
+        self._path = path
+        size = _length(path, keep)
+        with writing(path):
+            self._file = path.open("ab")
+            self._file.truncate(size)
+
+    def add(self, line: str) -> None:
+        with writing(self._path):
+            self._file.write(line.encode() + b"\n")
+
+    def flush(self) -> None:
+        """Bring all lines to the disk."""
+        with writing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Appended:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            with writing(self._path):
+                self._file.close()
+        else:  # perhaps because this file cannot be written
+            with suppress(OSError):
+                self._file.close()
+
+
+def _length(path: Path, lines: int) -> int:
+    """Bytes that the first lines of a file take."""
+    if not lines:
+        return 0
+    found = 0
+    if path.exists():
+        with path.open("rb") as file:
+            for found, _ in enumerate(file, 1):
+                if found == lines:
+                    return file.tell()
+    raise PolytempoError(
+        f"{path} holds {found} of the {lines} lines that were there at the checkpoint; put it "
+        "back, or start the run anew"
+    )
+
+
+class Claim:
+    """A folder that no other process, and no other part of this one, writes to meanwhile. The
+    system lets go of it when the process ends, however that happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._new = folder / LOCK, not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PolytempoError(
+                f"{folder} cannot be made: {error.strerror}; choose another --out"
+            ) from error
+        try:
+            self._file = self._lock()
+        except BlockingIOError as error:
+            raise PolytempoError(
+                f"{folder} is being written by another run{self._owner()}; wait for it, or choose "
+                "another --out"
+            ) from error
+        except OSError as error:
+            raise PolytempoError(
+                f"{folder} cannot be written: {error.strerror}; choose another --out"
+            ) from error
+
+    def _lock(self) -> int:
+        while True:
+            try:
+                number = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:  # whoever made the folder has just taken it away again
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                continue
+            try:
+                _lock(number)
+                # Whoever had it before has taken the file away: ours must be the one that is there.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(number), os.stat(self._path)):
+                        os.ftruncate(number, 0)
+                        os.write(number, str(os.getpid()).encode())
+                        return number
+            except BaseException:
+                os.close(number)
+                raise
+            os.close(number)
+
+    def _owner(self) -> str:
+        with suppress(OSError):
+            return f" (process {self._path.read_text(encoding='utf8')})"
+        return ""
+
+    def close(self) -> None:
+        if self._file >= 0:
+            with suppress(OSError):
+                self._path.unlink()
+                if self._new:
+                    self._path.parent.rmdir()  # if nothing came of it
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(number: int) -> None:
+        try:
+            msvcrt.locking(number, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError(*error.args) from error
+else:
+    import fcntl
+
+    def _lock(number: int) -> None:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
