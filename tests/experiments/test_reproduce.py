@@ -14,7 +14,7 @@ import polytempo
 from polytempo import Federation, simulate
 from polytempo.core.errors import PolytempoError
 from polytempo.data import available
-from polytempo.experiments import compare, result, run
+from polytempo.experiments import compare, paper_specs, result, run
 from polytempo.experiments.config import read_config
 from polytempo.experiments.paper_report import _spelled
 from polytempo.experiments.paper_specs import experiments, load_experiment
@@ -105,7 +105,7 @@ def paper(tmp_path, monkeypatch):
     (folder / "table1.toml").write_text(TABLE)
     (folder / "fig1.toml").write_text(FIGURE + 'plot = "tradeoff"\n')
     (folder / "fig2.toml").write_text(FIGURE + 'plot = "bars"\n')
-    monkeypatch.setattr(published, "PAPERS", tmp_path / "papers")
+    monkeypatch.setattr(paper_specs, "PAPERS", tmp_path / "papers")
     return ("--out", tmp_path / "out")
 
 
@@ -506,7 +506,7 @@ def test_times_to_a_target_and_clusters_stand_in_the_table(tmp_path, monkeypatch
     folder.mkdir(parents=True)
     (folder / "common.toml").write_text(GROUPS)
     (folder / "table1.toml").write_text(CLUSTERED)
-    monkeypatch.setattr(published, "PAPERS", tmp_path / "papers")
+    monkeypatch.setattr(paper_specs, "PAPERS", tmp_path / "papers")
     monkeypatch.setattr(result, "can_plot", lambda: True)
     out = tmp_path / "out"
     outcome = polytempo("reproduce", "tiny/table1", "--out", out)
