@@ -47,13 +47,13 @@ def make_backend(
 
     The numbers depend on the solver (equal to about 1e-6) and the device, on nothing else.
     """
-    chosen = _solver(module, solver, device)(module, federation, seed, parts, device)
+    chosen = _solver(module, parts, solver, device)(module, federation, seed, parts, device)
     how = "dense" if isinstance(chosen, DenseSolver) else "torch"
     if name == "serial" and workers not in (None, 1):
         raise PolytempoError(f"backend serial has no workers, got {workers}; use processes")
-    if name == "processes" and chosen.device.type != "cpu":
+    if chosen.device.type != "cpu" and (name in ("processes", "ray") or workers not in (None, 1)):
         raise PolytempoError(
-            f"backend processes cannot share the device {device}; use --backend serial"
+            f"workers cannot share the device {device}; use --backend serial, without --workers"
         )
     if name == "ray":
         from polytempo.training.executors.ray_actors import RayPool, processors
@@ -69,12 +69,13 @@ def make_backend(
     return Backend(chosen, None, f"{how}, serial")
 
 
-def _solver(module: nn.Module, name: SolverName, device: str) -> type[AutogradSolver]:
-    fits = DenseSolver.fits(module) and device == "cpu"
+def _solver(module: nn.Module, parts: Parts, name: SolverName, device: str) -> type[AutogradSolver]:
+    fits = DenseSolver.fits(module, parts) and device == "cpu"
     if name == "dense" and not fits:
         raise PolytempoError(
-            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear) on the "
-            f"CPU, not this {type(module).__name__} on {device}; use --solver torch, or auto"
+            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear), nothing "
+            f"of them frozen, on the CPU; not this {type(module).__name__} on {device}; "
+            "use --solver torch, or auto"
         )
     return DenseSolver if name != "torch" and fits else AutogradSolver
 

@@ -60,13 +60,18 @@ class Session:
         self._swaps = list(job.swaps)
         self._data: tuple[Tensor, Tensor] | None = None
         self._order: tuple[int, Tensor] | None = None
-        self.swap(job.params, job.vectors)
+        self._receive(job.params, job.vectors)
 
     # -- beginning ---------------------------------------------------------------------------------
 
     def swap(self, params: Tensor, vectors: Mapping[str, Tensor]) -> None:
-        """Go on from this model: at the beginning, and when another one comes on the way. What is
-        the client's own stays."""
+        """Go on from this model, which has come on the way. What is the client's own stays."""
+        own = self.solver.space.split(self.vector)[1]
+        if len(own):
+            self.memory[PERSONAL] = own
+        self._receive(params, vectors)
+
+    def _receive(self, params: Tensor, vectors: Mapping[str, Tensor]) -> None:
         self.vectors, self.frozen = vectors, None
         self.begin(params)
         for step in self.task.client_steps:
@@ -84,9 +89,9 @@ class Session:
         kept = self.task.optimizer.kept
         if not self.task.keep_optimizer or not all(name in self.memory for name in kept):
             return None
-        vector = self.solver.space.vector
-        begun = self.task.optimizer.begin(vector[: self.solver.space.trainable])
-        return begun | {name: self.memory[name].to(vector.device, copy=True) for name in kept}
+        device = self.solver.device
+        moments = {name: self.memory[name].to(device, copy=True) for name in kept}
+        return self.task.optimizer.begin(moments[kept[0]]) | moments
 
     # -- what client steps see ---------------------------------------------------------------------
 
@@ -125,11 +130,6 @@ class Session:
     def finished(self) -> bool:
         return self.step >= self.last
 
-    def _keep_own_part(self) -> None:
-        own = self.solver.space.split(self.vector)[1]
-        if len(own):
-            self.memory[PERSONAL] = own
-
     def rows(self, step: int) -> Tensor:
         """The samples of that step's batch: one named permutation an epoch, cut in batches."""
         per_epoch, size = self.task.batches(self.samples), self.task.batch_size
@@ -148,7 +148,6 @@ class Session:
         while self.step < until:
             if self._swaps and self._swaps[0].step <= self.step:
                 _, params, vectors = self._swaps.pop(0)
-                self._keep_own_part()
                 self.swap(params, vectors)
             ahead = self._swaps[0].step if self._swaps else until
             self._descend(min(until, ahead))
@@ -160,6 +159,8 @@ class Session:
         x, y = self._samples()
         with self._bound(x) as (theta, grad, anchor, x), solver.own_randomness():
             shared, shared_grad = theta[: len(anchor)], grad[: len(anchor)]
+            frozen = None if self.frozen is None else self.frozen.to(theta.device)
+            as_it_was = shared if frozen is None else shared[frozen]
             while self.step < until:
                 # Dropout layers draw from torch's global stream: name that one too.
                 solver.set_randomness(*self.job.stream, "step", self.step)
@@ -171,16 +172,16 @@ class Session:
                 with torch.no_grad():
                     task.objective.add_gradient(shared, anchor, shared_grad)
                     task.optimizer.regularise(theta, grad)
-                    if self.frozen is not None:
-                        shared_grad.masked_fill_(self.frozen, 0.0)
+                    if frozen is not None:
+                        shared_grad.masked_fill_(frozen, 0.0)
                     if task.upload == "gradient":
                         self._upload_gradient(theta, grad)
                         self.step = until
                     else:
                         self._moments = self._moments or task.optimizer.begin(theta)
                         task.optimizer.step(theta, grad, self._moments, task.lr)
-                        if self.frozen is not None:  # decoupled weight decay has moved them
-                            shared[self.frozen] = self.received[: len(shared)][self.frozen]
+                        if frozen is not None:  # decoupled weight decay has moved them
+                            shared[frozen] = as_it_was
                         self.step += 1
 
     def _upload_gradient(self, theta: Tensor, grad: Tensor) -> None:
@@ -206,12 +207,12 @@ class Session:
     def _bound(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Within this context the module is the model of this session: all its trained numbers,
         their gradient, the anchor of the shared ones, and the samples to feed it with."""
-        layout, vocabulary = self.solver.space, self.solver.vocabulary
+        solver, layout, vocabulary = self.solver, self.solver.space, self.solver.vocabulary
         layout.load_whole(self.vector, self._counters)
         layout.train()
         if vocabulary is not None and self._words_suffice():
             if self._part is None:
-                self._part = vocabulary.part(x, self.received)
+                self._part = vocabulary.part(x, self.received.to(solver.device))
             with vocabulary.bound(self._part):
                 yield self._part.theta, self._part.grad, self._part.anchor, self._part.renamed
             layout.vector[: layout.parameters] = self._part.widen(self._part.theta)
