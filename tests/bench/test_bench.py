@@ -27,7 +27,7 @@ from polytempo.core.task import Task
 from polytempo.models import Inputs, build
 from polytempo.strategies import STRATEGIES
 from polytempo.strategies.splitting import spectrum as whole
-from polytempo.training.solvers.autograd import AutogradSolver
+from polytempo.training import AutogradSolver, Exam
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +76,15 @@ def test_plain_training_descends_as_ours_does(federation):
     torch.manual_seed(0)
     plain = PlainLoop(nn.Linear(12, 10), federation, lr=0.05)
     trainer = AutogradSolver(nn.Linear(12, 10), federation, 0)
-    before = trainer.evaluate(plain.initial, [0])[0].loss
-    after = trainer.evaluate(plain.train(0), [0])[0].loss
+    before = trainer.evaluate(Exam(plain.initial, [0]))[0].loss
+    after = trainer.evaluate(Exam(plain.train(0), [0]))[0].loss
     assert after < 0.8 * before
 
 
 def test_training_figures_fit_together(monkeypatch):
     monkeypatch.setattr("polytempo.bench.cases.CLIENTS", 12)
     found = measure_training("mlp", workers=2, repeats=2, arrivals=3)
-    assert found["backend"] == "batched on 2 processes"
+    assert found["backend"] == "dense on 2 processes"
     assert found["parameters"] == 900 * 300 + 300 + 300 * 5 + 5
     assert len(found["ratios"]) == 2
     assert min(found["ratios"]) <= found["ratio"] <= max(found["ratios"])

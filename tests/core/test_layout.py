@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.layout import Layout
+from polytempo.core.layout import Layout, Parts
 
 
 def network(batch_norm: bool = True) -> nn.Module:
@@ -30,7 +30,7 @@ def flat(module: nn.Module, buffers: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", ["share", "reset"])
 def test_vector_is_parameters_then_shared_buffers(policy):
-    space = Layout(network(), policy)
+    space = Layout(network(), Parts(buffers=policy))
     # 4*5+5, batch norm 5+5, 5*3+3; running mean and variance 5+5
     assert space.parameters == 53
     assert space.size == (63 if policy == "share" else 53)
@@ -48,7 +48,7 @@ def test_binding_a_module_does_not_change_what_it_computes():
 
 @pytest.mark.parametrize("policy", ["share", "reset"])
 def test_load_then_read_is_the_same_vector(policy):
-    space = Layout(network(), policy)
+    space = Layout(network(), Parts(buffers=policy))
     vector = torch.randn(space.size, generator=torch.Generator().manual_seed(1))
     space.load(vector)
     assert torch.equal(space.read(), vector)
@@ -107,7 +107,7 @@ def test_a_step_on_the_vector_is_a_step_of_every_parameter():
 
 
 def test_shared_running_statistics_travel_in_the_vector():
-    space = Layout(network(), "share")
+    space = Layout(network(), Parts(buffers="share"))
     fresh = space.read()
     space.module.train()
     space.module(inputs())
@@ -124,7 +124,7 @@ def test_shared_running_statistics_travel_in_the_vector():
 
 
 def test_reset_running_statistics_start_anew_at_every_load():
-    space = Layout(network(), "reset")
+    space = Layout(network(), Parts(buffers="reset"))
     vector = space.read()
     for seed in range(2):
         space.module.train()
@@ -138,7 +138,7 @@ def test_reset_running_statistics_start_anew_at_every_load():
 
 @pytest.mark.parametrize("policy", ["share", "reset"])
 def test_integer_buffers_do_not_travel_and_restart_with_every_load(policy):
-    space = Layout(network(), policy)
+    space = Layout(network(), Parts(buffers=policy))
     vector = space.read()
     space.module.train()
     space.module(inputs())
@@ -179,5 +179,5 @@ def test_a_shared_buffer_of_another_type_is_an_error_but_may_stay_at_home():
     module = nn.Linear(2, 2)
     module.register_buffer("statistic", torch.zeros(3, dtype=torch.float64))
     with pytest.raises(PolytempoError, match="one type"):
-        Layout(module, "share")
-    assert Layout(module, "reset").size == 6
+        Layout(module, Parts(buffers="share"))
+    assert Layout(module, Parts(buffers="reset")).size == 6

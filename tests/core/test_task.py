@@ -1,5 +1,6 @@
 """Objectives against autograd, and what a task amounts to."""
 
+import json
 from dataclasses import replace
 
 import pydantic
@@ -7,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
+from polytempo import PolytempoError
+from polytempo.core.client_steps import Basis, Choose, Mask
 from polytempo.core.objective import Plain, Proximal, Pull
+from polytempo.core.optimizer import AdamW, Sgd
 from polytempo.core.rng import rng
-from polytempo.core.task import Task
+from polytempo.core.task import TASKS, Task
 
 SIZE = 6
 
@@ -186,17 +189,9 @@ def test_work_is_epochs_times_samples_and_steps_count_alike(samples, epochs, siz
         {"lr": 0},
         {"lr": -0.1},
         {"lr": float("nan")},
-        {"momentum": 1.0},
-        {"momentum": -0.1},
-        {"weight_decay": -1e-4},
+        {"keep_optimizer": "perhaps"},
         {"upload": "weights"},
         {"epoch": 5},
-        {"objective": {"kind": "pulll", "strength": 1}},
-        {"objective": {"kind": "pull"}},
-        {"objective": {"kind": "proximal", "mu": -1}},
-        {"objective": {"kind": "proximal", "mu": 1, "power": 3}},
-        {"objective": {"kind": "pull", "strength": 1, "measure": "l3"}},
-        {"objective": {"kind": "plain", "mu": 1}},
     ],
     ids=str,
 )
@@ -207,10 +202,36 @@ def test_a_wrong_setting_is_an_error_that_names_it(wrong):
     assert error.value.errors()[0]["loc"][0] == key
 
 
+@pytest.mark.parametrize(
+    ("key", "spec", "named"),
+    [
+        ("optimizer", "sgdd", "optimizer is called .sgdd.*sgd"),
+        ("optimizer", "sgd:momentum=1.0", "sgd: momentum"),
+        ("optimizer", "sgd:momentum=-0.1", "sgd: momentum"),
+        ("optimizer", "adam:weight_decay=-1", "adam: weight_decay"),
+        ("optimizer", "adam:momentum=0.9", "adam: .*momentum"),
+        ("optimizer", "adamw:beta2=1", "adamw: beta2"),
+        ("client_steps", ["masc"], "client step is called .masc.*mask"),
+        ("client_steps", ["mask:share=1.0"], "mask: share"),
+        ("client_steps", ["choose:models=1"], "choose: models"),
+        ("client_steps", ["basis:directions=0"], "basis: directions"),
+        ("objective", "pulll:strength=1", "objective is called .pulll.*pull"),
+        ("objective", "pull", "pull: .*strength"),
+        ("objective", "proximal:mu=-1", "proximal: mu"),
+        ("objective", "proximal:mu=1,power=3", "proximal: power"),
+        ("objective", "pull:strength=1,measure=l3", "pull: measure"),
+        ("objective", "plain:mu=1", "plain: .*mu"),
+    ],
+)
+def test_so_is_a_wrong_part_of_it(key, spec, named):
+    with pytest.raises(PolytempoError, match=named):
+        Task(**{key: spec})
+
+
 def test_defaults_are_those_of_the_paper():
     task = Task()
     assert (task.epochs, task.batch_size, task.lr) == (5, 64, 0.01)
-    assert (task.momentum, task.weight_decay) == (0.9, 1e-4)
+    assert task.optimizer == Sgd(momentum=0.9, weight_decay=1e-4) and not task.keep_optimizer
     assert task.objective == Plain() and task.upload == "model" and task.steps is None
 
 
@@ -218,14 +239,26 @@ def test_defaults_are_those_of_the_paper():
 @pytest.mark.parametrize("steps", [None, 7])
 def test_a_task_survives_the_journey_as_json(kind, steps):
     objective, _ = PENALTIES[kind]
-    sent = Task(3, steps, 12, 0.1 + 0.2, 0.5, 1e-5, objective, "delta")
-    adapter = TypeAdapter(Task)
-    received = adapter.validate_json(adapter.dump_json(sent))
+    sent = Task(
+        epochs=3,
+        steps=steps,
+        batch_size=12,
+        lr=0.1 + 0.2,
+        optimizer=AdamW(beta1=0.5, weight_decay=1e-5),
+        keep_optimizer=True,
+        objective=objective,
+        upload="delta",
+        client_steps=(Choose(3), Mask(0.25), Basis(2)),
+    )
+    received = TASKS.create(json.loads(json.dumps(TASKS.describe(sent))))
     assert received == sent
     assert type(received.objective) is type(objective)
+    assert type(received.optimizer) is AdamW
     assert received != replace(sent, lr=0.3)
+    for one_less in (sent.client_steps[:2], sent.client_steps[::-1]):
+        assert received != replace(sent, client_steps=one_less)
 
 
-def test_json_with_an_unknown_key_is_refused():
-    with pytest.raises(pydantic.ValidationError, match="epoch"):
-        TypeAdapter(Task).validate_json('{"epoch": 3}')
+def test_an_unknown_key_is_refused():
+    with pytest.raises(PolytempoError, match="epoch"):
+        TASKS.create({"name": "task", "epoch": 3})

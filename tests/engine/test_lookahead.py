@@ -30,7 +30,7 @@ from polytempo.strategies import (
     FedSaCPACE,
     Standalone,
 )
-from polytempo.training import AutogradSolver, Backend, Job, Score, make_backend
+from polytempo.training import AutogradSolver, Backend, Exam, Job, Score, make_backend
 
 TASK = Task(epochs=1, batch_size=3, lr=0.05)
 ROUNDS = 14
@@ -117,8 +117,10 @@ def simulator(fed: Federation, world: World, backend: Backend, **more) -> Simula
     )
 
 
-def backend_of(fed: Federation, name: str, workers: int | None = None) -> Backend:
-    return make_backend(module(), fed, 0, name=name, workers=workers)
+def backend_of(fed: Federation, solver: str, workers: int = 0) -> Backend:
+    """On so many processes; 0: in this one."""
+    where = {"name": "processes", "workers": workers} if workers else {"name": "serial"}
+    return make_backend(module(), fed, 0, solver=solver, **where)
 
 
 def whole_run(fed: Federation, world: World, backend: Backend, rounds: int = ROUNDS) -> Run:
@@ -136,7 +138,7 @@ def whole_run(fed: Federation, world: World, backend: Backend, rounds: int = ROU
 @cache
 def serial_run(fed: Federation, name: str) -> Run:
     """What all others are compared with."""
-    return whole_run(fed, WORLDS[name], backend_of(fed, "serial"))
+    return whole_run(fed, WORLDS[name], backend_of(fed, "torch"))
 
 
 def models_of(simulation: Simulator) -> list[Tensor]:
@@ -165,7 +167,7 @@ def assert_same(a: Run, b: Run) -> None:
 def crews(small) -> Iterator[dict[tuple[str, int], Backend]]:
     """Backends whose workers stay for all tests (it takes longer to start them than to use them).
     Runs follow one another on them, and must not notice."""
-    kinds = [("processes", 1), ("processes", 2), ("processes", 3), ("batched", 2)]
+    kinds = [("torch", 1), ("torch", 2), ("torch", 3), ("dense", 2)]
     with ExitStack() as stack:
         yield {kind: stack.enter_context(backend_of(small, *kind)) for kind in kinds}
 
@@ -178,7 +180,7 @@ def test_workers_change_nothing(small, crews, name):
         not WORLDS[name].strategy().single_model
     )
     for workers in (1, 2, 3):
-        assert_same(whole_run(small, WORLDS[name], crews["processes", workers]), serial)
+        assert_same(whole_run(small, WORLDS[name], crews["torch", workers]), serial)
 
 
 def without_scores(log: Sequence[dict]) -> list[dict]:
@@ -189,10 +191,10 @@ def without_scores(log: Sequence[dict]) -> list[dict]:
 @pytest.mark.parametrize("name", WORLDS)
 def test_batches_change_nothing_but_the_last_digits(small, crews, name):
     serial = serial_run(small, name)
-    backend = backend_of(small, "batched", 1)
+    backend = backend_of(small, "dense")
     assert backend.solver.group > 1
     batched = whole_run(small, WORLDS[name], backend)
-    assert_same(whole_run(small, WORLDS[name], crews["batched", 2]), batched)
+    assert_same(whole_run(small, WORLDS[name], crews["dense", 2]), batched)
     assert without_scores(batched.log) == without_scores(serial.log)
     for mine, theirs in zip(batched.models, serial.models, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
@@ -239,10 +241,10 @@ def run_in_pieces(
 )
 def test_a_run_goes_on_with_another_backend(small, crews, name, tmp_path):
     backends = [
-        lambda: crews["processes", 2],
-        lambda: backend_of(small, "serial"),
-        lambda: crews["processes", 3],
-        lambda: crews["processes", 1],
+        lambda: crews["torch", 2],
+        lambda: backend_of(small, "torch"),
+        lambda: crews["torch", 3],
+        lambda: crews["torch", 1],
     ]
     pieces = run_in_pieces(small, WORLDS[name], backends, tmp_path / "state")
     assert_same(pieces, serial_run(small, name))
@@ -251,8 +253,8 @@ def test_a_run_goes_on_with_another_backend(small, crews, name, tmp_path):
 @forking
 @pytest.mark.parametrize("name", ["pace", "standalone"])
 def test_a_batched_run_goes_on_with_another_number_of_workers(small, crews, name, tmp_path):
-    whole = whole_run(small, WORLDS[name], crews["batched", 2])
-    backends = [lambda: backend_of(small, "batched", 1), lambda: crews["batched", 2]]
+    whole = whole_run(small, WORLDS[name], crews["dense", 2])
+    backends = [lambda: backend_of(small, "dense"), lambda: crews["dense", 2]]
     assert_same(run_in_pieces(small, WORLDS[name], backends, tmp_path / "state"), whole)
 
 
@@ -260,7 +262,7 @@ def test_a_batched_run_goes_on_with_another_number_of_workers(small, crews, name
 def test_the_same_simulation_can_be_run_on_and_on(small):
     """Workers come and go with every call; what they had begun is not lost or mixed up."""
     whole = serial_run(small, "pace")
-    simulation, log = simulator(small, WORLDS["pace"], backend_of(small, "processes", 2)), []
+    simulation, log = simulator(small, WORLDS["pace"], backend_of(small, "torch", 2)), []
     simulation.observers.append(lambda event: log.append(as_dict(event)))
     others, times = len(mp.active_children()), 0
     while not simulation.run(ROUNDS, stop=after(12)):
@@ -287,8 +289,8 @@ class Eager:
         self.jobs += jobs
         self.answers.append((worker, self.solver.carry_out(jobs)))
 
-    def evaluate(self, worker: int, models: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        self.answers.append((worker, [self.solver.evaluate(*model) for model in models]))
+    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
+        self.answers.append((worker, [self.solver.evaluate(exam) for exam in exams]))
 
     def receive(self) -> tuple[int, list]:
         return self.answers.pop(0)
@@ -411,10 +413,10 @@ class Watched(Backend):
         super().__init__(AutogradSolver(module(), fed, 0))
         self.looked: list[list[int]] = []
 
-    def evaluate(self, models) -> list[list[Score]]:
-        models = list(models)
-        self.looked.append([client for _, clients in models for client in clients])
-        return super().evaluate(models)
+    def evaluate(self, exams) -> list[list[Score]]:
+        exams = list(exams)
+        self.looked.append([client for exam in exams for client in exam.clients])
+        return super().evaluate(exams)
 
 
 def test_only_clients_whose_model_has_changed_are_evaluated(small):
@@ -451,14 +453,14 @@ def test_a_single_model_is_evaluated_once_a_version(small):
 def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, name):
     world = World(lambda: STRATEGIES.create(name), set(), {"devices": SPEEDS, "slots": 4})
     simulation = simulator(
-        small, world, backend_of(small, "serial"), adapt_epochs=0, eval_every=1, task=TASK
+        small, world, backend_of(small, "torch"), adapt_epochs=0, eval_every=1, task=TASK
     )
     fresh, seen = AutogradSolver(module(), small, 0), []
 
     def compare(event: Event) -> None:
         if isinstance(event, Evaluate):
             scores = [
-                fresh.evaluate(simulation.strategy.model_for(client), [client])[0]
+                fresh.evaluate(Exam(simulation.strategy.model_for(client), [client]))[0]
                 for client in range(8)
             ]
             row = simulation.history[-1]

@@ -30,6 +30,7 @@ from polytempo.strategies import (
 )
 from polytempo.strategies.gradients import GradientStrategy
 from polytempo.training import AutogradSolver, Backend, Job
+from solving import upload_of
 
 TASK = Task(epochs=2, batch_size=4, lr=0.05)
 
@@ -191,7 +192,7 @@ def test_a_result_is_what_its_job_says_whenever_it_is_trained(small):
     simulator.strategy.fold = lambda u, s: (uploads.append(u.vector.clone()), fold(u, s))[1]
     simulator.run(60)
     trainer = AutogradSolver(module(), small, 0)
-    again = [trainer.train(job) for job in reversed(recorder.jobs)][::-1]
+    again = [upload_of(trainer, job) for job in reversed(recorder.jobs)][::-1]
     assert any(job.first_step for job in recorder.jobs)
     for vector, repeat in zip(uploads, again, strict=True):
         assert torch.equal(vector, repeat)
@@ -717,7 +718,7 @@ def test_adapted_accuracy_is_that_of_a_locally_trained_copy(small):
     for client, model in enumerate(before):
         task = replace(TASK, epochs=3)
         job = Job(client, model, task, ("adapt", client, "round", 20))
-        adapted = trainer.train(job)
+        adapted = upload_of(trainer, job)
         weight, bias = adapted[:48].view(4, 12), adapted[48:]
         x, y = small.x[small.test[client]], small.y[small.test[client]]
         each.append(float(((x @ weight.T + bias).argmax(1) == y).float().mean()))

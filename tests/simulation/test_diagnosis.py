@@ -41,7 +41,7 @@ class Quadratic:
         return None
 
     def carry_out(self, jobs):
-        return [Outcome(self.train(job), {}) for job in jobs]
+        return [Outcome(self.train(job), {}, {}) for job in jobs]
 
     def train(self, job):
         task, w = job.task, job.params.clone()
@@ -53,7 +53,7 @@ class Quadratic:
                 gradient = (
                     gradient + self.noise * torch.from_numpy(stream.normal(size=SIZE)).float()
                 )
-            anchor = job.params if job.anchor is None else job.anchor
+            anchor = job.vectors.get("anchor", job.params)
             gradient = gradient.clone()
             task.objective.add_gradient(w, anchor, gradient)
             if task.upload == "gradient":
@@ -61,8 +61,8 @@ class Quadratic:
             w = w - task.lr * gradient
         return w - job.params if task.upload == "delta" else w
 
-    def evaluate(self, params, clients):
-        return [Score(1, 2, 1.0) for _ in clients]
+    def evaluate(self, exam):
+        return [Score(1, 2, 1.0) for _ in exam.clients]
 
 
 def federation() -> pt.Federation:

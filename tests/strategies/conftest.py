@@ -6,14 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from linear_model import gradient
+from linear_model import gradient, schedule
 from torch import nn
 
 from polytempo.core.events import as_dict
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
-from polytempo.training import Job
-from polytempo.training.solvers.autograd import batches
 
 
 class Arrival(NamedTuple):
@@ -52,15 +50,14 @@ def simulated(small):
         task = strategy.context.task
         x = small.prepare(small.x[small.train[client]]).double().numpy()
         y = small.y[small.train[client]].numpy()
-        steps = strategy.task(client)
-        job = Job(client, torch.empty(0), steps, ("client", client, "dispatch", number))
-        parts = [(x[rows], y[rows]) for _, rows in batches(job, len(y), seed=0)]
+        batches = schedule(strategy.task(client), ("client", client, "dispatch", number), len(y))
+        parts = [(x[rows], y[rows]) for rows in batches]
         assert len(parts) == strategy.local_steps
 
         def upload(w):
             theta, total = w.copy(), np.zeros_like(w)
             for part in parts:
-                g = gradient(theta, *part) + task.weight_decay * theta
+                g = gradient(theta, *part) + task.optimizer.weight_decay * theta
                 total += g
                 theta = theta - task.lr * g  # no momentum, whatever the task says
             return total

@@ -8,7 +8,7 @@ import torch
 from dispatching import dispatch
 from hypothesis import given
 from hypothesis import strategies as st
-from linear_model import gradient
+from linear_model import gradient, schedule
 from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
@@ -19,8 +19,6 @@ from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
 from polytempo.strategies import FedAC
 from polytempo.strategies.fedac import effective_steps
-from polytempo.training import Job
-from polytempo.training.solvers.autograd import batches
 
 INITIAL = torch.tensor([1.0, -2.0], dtype=torch.float64)
 PLAIN = Task(epochs=2, batch_size=5, lr=0.1, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
@@ -54,10 +52,10 @@ def local(task, w0, correction, parts):
     has acted, now and through the momentum."""
     theta, speed, own = w0.copy(), 0.0, []
     for x, y in parts:
-        own.append(gradient(theta, x, y) + task.weight_decay * theta)
-        speed = task.momentum * speed + own[-1] + correction
+        own.append(gradient(theta, x, y) + task.optimizer.weight_decay * theta)
+        speed = task.optimizer.momentum * speed + own[-1] + correction
         theta = theta - task.lr * speed
-    acted = [sum(task.momentum**j for j in range(len(own) - k)) for k in range(len(own))]
+    acted = [sum(task.optimizer.momentum**j for j in range(len(own) - k)) for k in range(len(own))]
     return theta - w0, np.average(own, axis=0, weights=acted)
 
 
@@ -75,8 +73,8 @@ def by_the_formula(log, small, strategy, task, initial):
         number, w0, correction = sent[i]
         x = small.prepare(small.x[small.train[i]]).double().numpy()
         y = small.y[small.train[i]].numpy()
-        job = Job(i, torch.empty(0), task, ("client", i, "dispatch", number))
-        parts = [(x[rows], y[rows]) for _, rows in batches(job, len(y), seed=0)]
+        batches = schedule(task, ("client", i, "dispatch", number), len(y))
+        parts = [(x[rows], y[rows]) for rows in batches]
         delta, own = local(task, w0, correction, parts)
         r, way = 1.0, w[-1] - w0
         if way.any():

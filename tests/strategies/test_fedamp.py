@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from linear_model import gradient
+from linear_model import gradient, schedule
 from torch import nn
 
 from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
@@ -18,7 +18,7 @@ from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
 from polytempo.strategies import PACE, STRATEGIES, Attention, FedAMP, FedAMPAsync, Standalone
 from polytempo.training import AutogradSolver, Job
-from polytempo.training.solvers.autograd import batches
+from solving import upload_of
 
 INITIAL = torch.tensor([0.3, -0.2, 0.5, 0.1, 0.7], dtype=torch.float64)
 SAMPLES = (10, 30, 60, 20, 40)
@@ -170,9 +170,8 @@ def trained_by_autograd(fed, client, start, anchor, lam, task, stream):
     """torch's own SGD on F + (lam/2) ||theta - u||^2, with the term in the autograd graph."""
     model = network()
     nn.utils.vector_to_parameters(start.clone(), model.parameters())
-    optimiser = torch.optim.SGD(
-        model.parameters(), task.lr, momentum=task.momentum, weight_decay=task.weight_decay
-    )
+    given = {"momentum": task.optimizer.momentum, "weight_decay": task.optimizer.weight_decay}
+    optimiser = torch.optim.SGD(model.parameters(), task.lr, **given)
     x, y = fed.x[fed.train[client]].double(), fed.y[fed.train[client]]
     for epoch in range(task.epochs):
         order = torch.from_numpy(rng(4, *stream, "epoch", epoch).permutation(len(y)))
@@ -201,9 +200,10 @@ def test_the_penalty_has_a_gradient(form, lam, small):
     dispatch = following[7]
     assert len(small.y[small.train[7]]) % 6 != 1  # no merged last batch: the schedules agree
     stream = ("client", 7, "dispatch", dispatch.number)
-    job = Job(7, dispatch.params, dispatch.task, stream, anchor=dispatch.vectors["anchor"])
-    found = trainer.train(job)
-    given = (small, 7, dispatch.params, dispatch.vectors["anchor"])
+    anchor = dispatch.vectors["anchor"]
+    job = Job(7, dispatch.params, dispatch.task, stream, vectors={"anchor": anchor})
+    found = upload_of(trainer, job)
+    given = (small, 7, dispatch.params, anchor)
     expected = trained_by_autograd(*given, lam, task, stream)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
     alone = trained_by_autograd(*given, 0.0, task, stream)
@@ -219,7 +219,8 @@ def local(task, start, anchor, lam, parts):
     theta, speed = start.copy(), 0.0
     for x, y in parts:
         pull = lam * (theta - anchor)
-        speed = task.momentum * speed + gradient(theta, x, y) + pull + task.weight_decay * theta
+        decay = task.optimizer.weight_decay * theta
+        speed = task.optimizer.momentum * speed + gradient(theta, x, y) + pull + decay
         theta = theta - task.lr * speed
     return theta
 
@@ -239,8 +240,8 @@ def by_the_formula(log, small, synchronous, lam, sigma, own, task, initial):
             number, start, anchor = sent.pop(i)
             x = small.prepare(small.x[small.train[i]]).double().numpy()
             y = small.y[small.train[i]].numpy()
-            job = Job(i, torch.empty(0), task, ("client", i, "dispatch", number))
-            parts = [(x[rows], y[rows]) for _, rows in batches(job, len(y), seed=0)]
+            batches = schedule(task, ("client", i, "dispatch", number), len(y))
+            parts = [(x[rows], y[rows]) for rows in batches]
             cohort[i] = local(task, start, anchor, lam, parts)
         if (sent and synchronous) or event["event"] not in ("drop", "upload"):
             continue

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from linear_model import gradient
+from linear_model import gradient, schedule
 from torch import nn
 
 from polytempo import PolytempoError, Task
@@ -13,8 +13,6 @@ from polytempo.core.schedule import Steps
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.strategies import STRATEGIES, FedAvg, FedSGD
-from polytempo.training import Job
-from polytempo.training.solvers.autograd import batches
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -39,8 +37,7 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
             x = small.x[small.train[client]].double().numpy()
             y = small.y[small.train[client]].numpy()
             stream = ("client", client, "dispatch", event["dispatch"])
-            job = Job(client, torch.empty(0), strategy.task(client), stream)
-            [(_, chosen)] = batches(job, len(y), seed=0)
+            [chosen] = schedule(strategy.task(client), stream, len(y))
             total += len(y) * (gradient(w, x[chosen], y[chosen]) + 0.01 * w)
             samples += len(y)
         velocity = momentum * velocity + total / samples

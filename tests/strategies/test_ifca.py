@@ -7,12 +7,12 @@ from linear_model import gradient
 from torch import nn
 
 from polytempo import Context, Server, Staleness, Task, Update
+from polytempo.core.client_steps import Choose
 from polytempo.core.errors import Refused
 from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.strategies import IFCA, IFCAAsync
-from polytempo.training import Job, make_backend
-from polytempo.training.solvers.autograd import AutogradSolver
+from polytempo.training import AutogradSolver, Job, make_backend
 
 TENSORS = [12, 4]
 
@@ -95,21 +95,26 @@ def loss(theta, x, y):
 
 def jobs(small, task, clients=range(8)):
     models = torch.from_numpy(np.random.default_rng(5).normal(size=(3, 52))).float()
-    return [Job(c, models[0], task, ("client", c), anchor=models[1:]) for c in clients]
+    others = {f"candidate {k}": models[k] for k in (1, 2)}
+    return [Job(c, models[0], task, ("client", c), vectors=others) for c in clients]
 
 
 def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small):
     task = Task(
-        steps=1, batch_size=1000, lr=0.1, choose=3, optimizer=Sgd(momentum=0, weight_decay=0)
+        steps=1,
+        batch_size=1000,
+        lr=0.1,
+        optimizer=Sgd(momentum=0, weight_decay=0),
+        client_steps=(Choose(3),),
     )
     trainer = AutogradSolver(nn.Linear(12, 4), small, seed=0)
     chosen = set()
     for job in jobs(small, task):
         x = small.prepare(small.x[small.train[job.client]]).double().numpy()
         y = small.y[small.train[job.client]].numpy()
-        models = [m.double().numpy() for m in (job.params, *job.anchor)]
+        models = [m.double().numpy() for m in (job.params, *job.vectors.values())]
         best = int(np.argmin([loss(model, x, y) for model in models]))
-        [(upload, extras)] = trainer.carry_out([job])
+        [(upload, extras, _)] = trainer.carry_out([job])
         assert extras["choice"].tolist() == [[best]]
         expected = models[best] - 0.1 * gradient(models[best], x, y)
         np.testing.assert_allclose(upload.numpy(), expected, atol=1e-5)
@@ -117,13 +122,14 @@ def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small
     assert len(chosen) > 1  # else this shows little
 
 
-@pytest.mark.parametrize(("name", "workers"), [("batched", 1), ("processes", 2), ("batched", 2)])
-def test_all_backends_choose_alike(small, name, workers):
-    task = Task(epochs=2, batch_size=8, choose=3)
+@pytest.mark.parametrize("solver", ["torch", "dense"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_solvers_and_backends_choose_alike(small, solver, workers):
+    task = Task(epochs=2, batch_size=8, client_steps=(Choose(3),))
     with torch.random.fork_rng(devices=[]):
         module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
         plain = AutogradSolver(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), small, seed=0)
-    with make_backend(module, small, 0, name=name, workers=workers) as backend:
+    with make_backend(module, small, 0, solver=solver, workers=workers) as backend:
         asked = jobs(small, task)
         for job in asked:
             backend.expect(job)

@@ -10,7 +10,8 @@ from polytempo import Federation, Plain, Proximal, Pull, Task
 from polytempo.core.objective import Drift
 from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
-from polytempo.training import AutogradSolver, Job
+from polytempo.training import AutogradSolver, Exam, Job
+from solving import upload_of, uploads_of
 
 STREAM = ("client", 0, "dispatch", 3)
 SEED = 5
@@ -28,9 +29,8 @@ def plain_loop(fed: Federation, start: dict, task: Task, penalty, first=0, last=
     model.load_state_dict(start)
     if anchor is None:
         anchor = torch.cat([p.detach().flatten() for p in model.parameters()])
-    optimiser = torch.optim.SGD(
-        model.parameters(), task.lr, momentum=task.momentum, weight_decay=task.weight_decay
-    )
+    given = {"momentum": task.optimizer.momentum, "weight_decay": task.optimizer.weight_decay}
+    optimiser = torch.optim.SGD(model.parameters(), task.lr, **given)
     x, y = fed.x[fed.train[0]].double(), fed.y[fed.train[0]]
     schedule = []
     for epoch in range(task.epochs):
@@ -71,7 +71,7 @@ def test_lean_loop_equals_plain_torch_loop(small, trainer, kind, momentum):
     )
     assert len(small.y[small.train[0]]) % 4 != 1  # no merged last batch: the schedules agree
     expected = plain_loop(small, network().state_dict(), task, penalty)
-    found = trainer.train(Job(0, trainer.space.read(), task, STREAM))
+    found = upload_of(trainer, Job(0, trainer.space.read(), task, STREAM))
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
     assert (found - trainer.space.read()).abs().max() == 0  # the model stays resident
@@ -90,12 +90,12 @@ def test_an_anchor_that_is_sent_along_takes_the_place_of_the_received_model(
     draw = torch.Generator().manual_seed(1)
     anchor = start + 0.3 * torch.randn(len(start), generator=draw, dtype=torch.float64)
     kept = start.clone(), anchor.clone()
-    job = Job(0, start, task, STREAM, first_step=2, last_step=11, anchor=anchor)
-    found = trainer.train(job)
+    job = Job(0, start, task, STREAM, first_step=2, last_step=11, vectors={"anchor": anchor})
+    found = upload_of(trainer, job)
     given = (small, network().state_dict(), task, penalty, 2, 11)
     torch.testing.assert_close(found, plain_loop(*given, anchor), rtol=1e-8, atol=1e-10)
-    assert torch.equal(job.params, kept[0]) and torch.equal(job.anchor, kept[1])
-    without = trainer.train(replace(job, anchor=None))
+    assert torch.equal(job.params, kept[0]) and torch.equal(anchor, kept[1])
+    without = upload_of(trainer, replace(job, vectors={}))
     torch.testing.assert_close(without, plain_loop(*given), rtol=1e-8, atol=1e-10)
     assert torch.allclose(found, without) == (kind == "plain")
 
@@ -107,10 +107,11 @@ def test_a_gradient_has_the_pull_towards_the_anchor_and_a_delta_starts_at_the_mo
         batch_size=6, objective=Proximal(0.5), upload="gradient", optimizer=Sgd(weight_decay=0.0)
     )
     job = Job(0, start, task, STREAM)
-    pulled = trainer.train(replace(job, anchor=anchor))
-    torch.testing.assert_close(pulled - trainer.train(job), torch.full_like(start, -0.5))
+    pulled = upload_of(trainer, replace(job, vectors={"anchor": anchor}))
+    torch.testing.assert_close(pulled - upload_of(trainer, job), torch.full_like(start, -0.5))
+    job = replace(job, vectors={"anchor": anchor})
     delta, model = (
-        trainer.train(replace(job, anchor=anchor, task=replace(task, upload=upload)))
+        upload_of(trainer, replace(job, task=replace(task, upload=upload)))
         for upload in ("delta", "model")
     )
     torch.testing.assert_close(start + delta, model)
@@ -122,25 +123,25 @@ def test_an_anchor_counts_for_parameters_not_for_statistics(small):
     trainer = AutogradSolver(module, small, SEED)
     start = trainer.space.read()
     assert len(start) > trainer.space.parameters
-    job = Job(0, start, Task(epochs=1, objective=Proximal(0.5)), STREAM, anchor=start)
-    expected = trainer.train(job)
+    job = Job(0, start, Task(epochs=1, objective=Proximal(0.5)), STREAM, vectors={"anchor": start})
+    expected = upload_of(trainer, job)
     other = start.clone()
     other[trainer.space.parameters :] += 7.0
-    assert torch.equal(trainer.train(replace(job, anchor=other)), expected)
-    assert torch.equal(trainer.train(replace(job, anchor=None)), expected)
+    assert torch.equal(upload_of(trainer, replace(job, vectors={"anchor": other})), expected)
+    assert torch.equal(upload_of(trainer, replace(job, vectors={})), expected)
 
 
 def test_training_from_a_later_step_is_the_tail_of_the_schedule(small, trainer):
     task = Task(epochs=2, batch_size=4, lr=0.05)
     expected = plain_loop(small, network().state_dict(), task, lambda t, a: 0.0, first=3, last=7)
     job = Job(0, trainer.space.read(), task, STREAM, first_step=3, last_step=7)
-    torch.testing.assert_close(trainer.train(job), expected, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(upload_of(trainer, job), expected, rtol=1e-5, atol=1e-9)
 
 
 def test_delta_is_the_model_minus_what_was_received(trainer):
     start = trainer.space.read()
-    model = trainer.train(Job(0, start, Task(), STREAM))
-    delta = trainer.train(Job(0, start, Task(upload="delta"), STREAM))
+    model = upload_of(trainer, Job(0, start, Task(), STREAM))
+    delta = upload_of(trainer, Job(0, start, Task(upload="delta"), STREAM))
     torch.testing.assert_close(start + delta, model)
     assert delta.abs().max() > 0
 
@@ -148,7 +149,7 @@ def test_delta_is_the_model_minus_what_was_received(trainer):
 def test_gradient_upload_is_the_gradient_of_the_first_batch(small, trainer):
     start = trainer.space.read()
     task = Task(batch_size=6, upload="gradient", optimizer=Sgd(weight_decay=0.01))
-    found = trainer.train(Job(0, start, task, STREAM))
+    found = upload_of(trainer, Job(0, start, task, STREAM))
     rows = rng(SEED, *STREAM, "epoch", 0).permutation(len(small.y[small.train[0]]))[:6]
     model = network()
     x, y = small.x[small.train[0]][rows].double(), small.y[small.train[0]][rows]
@@ -164,21 +165,22 @@ def test_a_lone_last_sample_joins_the_batch_before(small):
         epochs=1, batch_size=samples - 1, lr=0.1, optimizer=Sgd(momentum=0.0, weight_decay=0.0)
     )
     trainer = AutogradSolver(network(), small, SEED)
-    merged = trainer.train(Job(0, trainer.space.read(), task, STREAM))
+    merged = upload_of(trainer, Job(0, trainer.space.read(), task, STREAM))
     trainer = AutogradSolver(network(), small, SEED)
     whole = replace(task, batch_size=samples)
-    torch.testing.assert_close(merged, trainer.train(Job(0, trainer.space.read(), whole, STREAM)))
+    expected = upload_of(trainer, Job(0, trainer.space.read(), whole, STREAM))
+    torch.testing.assert_close(merged, expected)
 
 
 def test_result_depends_on_the_job_alone(small, trainer):
     start = trainer.space.read()
     jobs = [Job(c, start, Task(epochs=1), ("client", c, "dispatch", 9)) for c in range(4)]
-    together = trainer.train_group(jobs)
-    apart = [trainer.train(job) for job in reversed(jobs)][::-1]
+    together = uploads_of(trainer, jobs)
+    apart = [upload_of(trainer, job) for job in reversed(jobs)][::-1]
     for a, b in zip(together, apart, strict=True):
         assert torch.equal(a, b)
     other = replace(jobs[0], stream=("client", 0, "dispatch", 10))
-    assert not torch.equal(trainer.train(other), together[0])
+    assert not torch.equal(upload_of(trainer, other), together[0])
 
 
 class FunctionalDropout(nn.Module):
@@ -202,16 +204,16 @@ def test_random_layers_are_reproducible_and_leave_the_global_stream_alone(small,
     job = Job(0, trainer.space.read(), Task(epochs=2), STREAM)
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    first = trainer.train(job)
+    first = upload_of(trainer, job)
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(2)
-    assert torch.equal(trainer.train(job), first)
-    assert not torch.equal(trainer.train(replace(job, stream=("other",))), first)
+    assert torch.equal(upload_of(trainer, job), first)
+    assert not torch.equal(upload_of(trainer, replace(job, stream=("other",))), first)
 
 
 def test_evaluation_counts_correct_test_samples(small, trainer):
     model = network()
-    scores = trainer.evaluate(trainer.space.read(), [2, 0])
+    scores = trainer.evaluate(Exam(trainer.space.read(), [2, 0]))
     for client, score in zip([2, 0], scores, strict=True):
         x, y = small.x[small.test[client]].double(), small.y[small.test[client]]
         logits = model(x)

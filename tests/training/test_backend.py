@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from polytempo.training import Backend, Job, Outcome
+from polytempo.training import Backend, Exam, Job, Outcome
 from polytempo.training.executors.executor import AHEAD
 
 numbers = itertools.count()
@@ -40,8 +40,8 @@ def upload_of(job: Job) -> tuple:
     return ("upload", job.stream)
 
 
-def score_of(model: object, client: int) -> tuple:
-    return ("score", model, client)
+def score_of(model: object, client: int, personal: object = None) -> tuple:
+    return ("score", model, client, personal)
 
 
 class Solver:
@@ -59,10 +59,11 @@ class Solver:
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        return [Outcome(upload_of(job), {}) for job in jobs]
+        return [Outcome(upload_of(job), {}, {}) for job in jobs]
 
-    def evaluate(self, params: object, clients: Sequence[int]) -> list[Any]:
-        return [score_of(params, client) for client in clients]
+    def evaluate(self, exam: Exam) -> list[Any]:
+        own = exam.personal or [None] * len(exam.clients)
+        return [score_of(exam.params, *pair) for pair in zip(exam.clients, own, strict=True)]
 
     def check(self, jobs: Sequence[Job]) -> None:
         assert 1 <= len(jobs) <= self.group
@@ -86,9 +87,9 @@ class Pool:
         self.solver.check(jobs)
         self._ask("train", worker, list(jobs))
 
-    def evaluate(self, worker: int, models: Sequence[tuple[Any, Sequence[int]]]) -> None:
-        assert 1 <= len(models) <= self.solver.group
-        self._ask("evaluate", worker, list(models))
+    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
+        assert 1 <= len(exams) <= self.solver.group
+        self._ask("evaluate", worker, list(exams))
 
     def _ask(self, kind: str, worker: int, what: list) -> None:
         assert not self.closed
@@ -109,8 +110,8 @@ class Pool:
         if kind == "train":
             for job in what:
                 self.answered(job)
-            return worker, [Outcome(upload_of(job), {}) for job in what]
-        return worker, [self.solver.evaluate(model, clients) for model, clients in what]
+            return worker, [Outcome(upload_of(job), {}, {}) for job in what]
+        return worker, [self.solver.evaluate(exam) for exam in what]
 
     def peak_memory(self) -> float:
         assert not any(self.asked)
@@ -228,9 +229,9 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(sizes=st.lists(st.integers(0, 9), max_size=6))
     def evaluate(self, sizes):
-        models = [(f"model {k}", range(k, k + size)) for k, size in enumerate(sizes)]
-        found = self.backend.evaluate(iter(models))
-        assert found == [[score_of(m, client) for client in clients] for m, clients in models]
+        exams = [Exam(f"model {k}", list(range(k, k + size))) for k, size in enumerate(sizes)]
+        found = self.backend.evaluate(iter(exams))
+        assert found == [self.shop.solver.evaluate(exam) for exam in exams]
 
     @rule()
     def enter(self):
@@ -459,21 +460,31 @@ def test_a_job_announced_again_while_it_is_still_in_training_is_not_trained_twic
 def test_the_clients_of_one_model_are_split_over_the_workers(workers, clients):
     shop = Workshop(workers, choose=max)
     with shop.backend as backend:
-        [found] = backend.evaluate([("m", range(clients))])
+        [found] = backend.evaluate([Exam("m", list(range(clients)))])
         assert found == [score_of("m", client) for client in range(clients)]
         requests = [(worker, what) for _, worker, what in shop.pool.log]
         assert len({worker for worker, _ in requests}) == min(workers, clients)
-        parts = [part for _, [(_, part)] in requests]
+        parts = [exam.clients for _, [exam] in requests]
         assert max(map(len, parts)) == math.ceil(clients / (workers * AHEAD))
 
 
 def test_scores_come_in_the_order_of_the_models_however_they_are_answered():
     chooser = random.Random(1)
     shop = Workshop(workers=3, group=2, choose=chooser.choice)
-    models = [(f"m{k}", range(k, 2 * k)) for k in range(9)]
+    exams = [Exam(f"m{k}", list(range(k, 2 * k))) for k in range(9)]
     with shop.backend as backend:
-        found = backend.evaluate(models)
-    assert found == [[score_of(m, c) for c in clients] for m, clients in models]
+        found = backend.evaluate(exams)
+    assert found == [shop.solver.evaluate(exam) for exam in exams]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_every_client_is_tested_with_its_own_part(workers):
+    """Also where the clients of one model are split over the workers."""
+    shop = Workshop(workers, choose=max)
+    own = [f"part {client}" for client in range(11)]
+    with shop.backend as backend:
+        [found] = backend.evaluate([Exam("m", list(range(11)), own)])
+    assert found == [score_of("m", client, own[client]) for client in range(11)]
 
 
 def test_evaluation_goes_before_the_training_that_was_not_asked_for():
@@ -482,7 +493,7 @@ def test_evaluation_goes_before_the_training_that_was_not_asked_for():
         jobs = [new_job() for _ in range(6)]
         for job in jobs:
             backend.expect(job)
-        backend.evaluate([("m", range(4))])
+        backend.evaluate([Exam("m", list(range(4)))])
         kinds = [kind for kind, _, _ in shop.pool.log]
         assert kinds[: AHEAD + 2] == ["train"] * AHEAD + ["evaluate"] * 2
         assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
@@ -499,7 +510,7 @@ def test_models_are_made_only_when_a_worker_takes_them():
                 len(what) for _, what in itertools.chain(*shop.pool.asked)
             )
             assert k - answered <= most
-            yield f"m{k}", [k]
+            yield Exam(f"m{k}", [k])
 
     with shop.backend as backend:
         assert backend.evaluate(models()) == [[score_of(f"m{k}", k)] for k in range(60)]
@@ -616,7 +627,7 @@ def test_after_an_error_on_a_worker_no_result_is_taken_for_another(workers):
         with pytest.raises(ValueError, match="bad"):
             backend.train(jobs[3])
         assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
-        assert backend.evaluate([("m", [1, 2])]) == [[score_of("m", 1), score_of("m", 2)]]
+        assert backend.evaluate([Exam("m", [1, 2])]) == [[score_of("m", 1), score_of("m", 2)]]
 
 
 # -- nothing is kept ----------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from polytempo import Federation, Plain, Proximal, Pull, Task
 from polytempo.core.objective import Drift
-from polytempo.core.optimizer import Sgd
-from polytempo.training import AutogradSolver, Job, stack
+from polytempo.core.optimizer import Adam, AdamW, Sgd
+from polytempo.training import AutogradSolver, Exam, Job
+from polytempo.training.solvers import dense
 from polytempo.training.solvers.dense import DenseSolver
+from solving import upload_of, uploads_of
 
 SEED, FEATURES, CLASSES = 3, 40, 5
 TASK = Task(epochs=5, batch_size=4, lr=0.1, optimizer=Sgd(momentum=0.9, weight_decay=0.02))
@@ -116,7 +118,7 @@ def job_for(trainer: AutogradSolver, name: str | int, task: Task = TASK, **more)
 
 
 def assert_same_upload(fast: AutogradSolver, plain: AutogradSolver, job: Job) -> None:
-    found, expected = fast.train(job), plain.train(job)
+    found, expected = upload_of(fast, job), upload_of(plain, job)
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     if found.dtype == torch.float64:
@@ -194,18 +196,20 @@ def test_with_an_anchor_that_was_sent_along(model, kind, dtype):
     for upload in ("model", "delta", "gradient"):
         task = replace(TASK, objective=ANCHORED[kind], upload=upload, epochs=2)
         for name in ("few", "many", "lone last sample"):
-            job = job_for(fast, name, task, anchor=anchor)
+            job = job_for(fast, name, task, vectors={"anchor": anchor})
             assert_same_upload(fast, plain, job)
             if kind not in ("plain", "drift"):  # it refers to the anchor, not to the model
-                assert not torch.allclose(fast.train(job), fast.train(replace(job, anchor=None)))
+                without = upload_of(fast, replace(job, vectors={}))
+                assert not torch.allclose(upload_of(fast, job), without)
 
 
 def test_an_anchor_is_not_written_to():
     fast, _ = pair([7])
-    job = job_for(fast, "few", replace(TASK, objective=Proximal(0.7)), anchor=elsewhere(fast))
-    before = job.anchor.clone()
-    fast.train(job)
-    assert torch.equal(job.anchor, before)
+    anchor = elsewhere(fast)
+    before = anchor.clone()
+    task = replace(TASK, objective=Proximal(0.7))
+    upload_of(fast, job_for(fast, "few", task, vectors={"anchor": anchor}))
+    assert torch.equal(anchor, before)
 
 
 @settings(max_examples=60)
@@ -219,8 +223,19 @@ def test_an_anchor_is_not_written_to():
         steps=st.none() | st.integers(1, 30),
         batch_size=st.integers(1, 20),
         lr=st.sampled_from([0.001, 0.1, 0.3]),
-        momentum=st.sampled_from([0.0, 0.5, 0.9]),
-        weight_decay=st.sampled_from([0.0, 1e-4, 0.1]),
+        optimizer=st.builds(
+            Sgd,
+            momentum=st.sampled_from([0.0, 0.5, 0.9]),
+            weight_decay=st.sampled_from([0.0, 1e-4, 0.1]),
+        )
+        | st.builds(
+            lambda kind, **options: kind(**options),
+            st.sampled_from([Adam, AdamW]),
+            beta1=st.sampled_from([0.0, 0.9]),
+            beta2=st.sampled_from([0.9, 0.999]),
+            epsilon=st.just(1e-3),  # small ones turn rounding errors of nothing into whole steps
+            weight_decay=st.sampled_from([0.0, 0.1]),
+        ),
         upload=st.sampled_from(["model", "delta", "gradient"]),
     ),
     data=st.data(),
@@ -231,9 +246,9 @@ def test_any_job(model, kind, name, task, data):
     total = task.total_steps(FEDERATION.samples[job.client])
     first = data.draw(st.integers(0, total - 1))
     last = data.draw(st.none() | st.integers(first + 1, total))
-    anchor = elsewhere(fast) if data.draw(st.booleans(), label="anchor") else None
+    vectors = {"anchor": elsewhere(fast)} if data.draw(st.booleans(), label="anchor") else {}
     steps = {"first_step": first, "last_step": last}
-    assert_same_upload(fast, plain, replace(job, anchor=anchor, **steps))
+    assert_same_upload(fast, plain, replace(job, vectors=vectors, **steps))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
@@ -252,7 +267,7 @@ def test_part_of_a_schedule_is_not_the_whole():
         for first, last in [(0, None), (2, None), (0, 3), (2, 3)]:
             part = replace(job, first_step=first, last_step=last)
             assert_same_upload(fast, plain, part)
-            results.append(fast.train(part))
+            results.append(upload_of(fast, part))
         for k, result in enumerate(results):
             assert not any(torch.allclose(result, other) for other in results[:k])
 
@@ -287,7 +302,7 @@ def test_what_stands_at_right_angles_to_the_samples_is_kept(share, dtype, bound)
         weight = inside / inside.norm() + share * outside / outside.norm()
         params = torch.cat([weight.flatten(), torch.zeros(CLASSES, dtype=torch.float64)])
         job = job_for(fast, "few", replace(TASK, lr=0.001), params=params.to(dtype))
-        found, expected = fast.train(job), plain.train(job)
+        found, expected = upload_of(fast, job), upload_of(plain, job)
         assert (found - expected).norm() <= bound
 
 
@@ -302,7 +317,8 @@ def test_images_are_prepared_as_for_plain_training():
     for client in range(2):
         job = job_for(fast, client)
         assert_same_upload(fast, plain, job)
-        assert fast.evaluate(job.params, [client]) == plain.evaluate(job.params, [client])
+        exam = Exam(job.params, [client])
+        assert fast.evaluate(exam) == plain.evaluate(exam)
 
 
 def test_neither_the_data_nor_the_received_model_is_written_to():
@@ -311,7 +327,7 @@ def test_neither_the_data_nor_the_received_model_is_written_to():
     for name in NAMES:
         job = job_for(fast, name)
         received = job.params.clone()
-        upload = fast.train(job)
+        upload = upload_of(fast, job)
         assert torch.equal(job.params, received)
         assert not torch.equal(upload, received)
     assert torch.equal(FEDERATION.x, before)
@@ -361,10 +377,11 @@ def test_results_are_the_same_bit_for_bit_in_any_group_and_order(name, kind):
         other = start + torch.randn(len(start), generator=torch.Generator().manual_seed(client))
         job = Job(client, start, task, ("client", client, "dispatch", 0))
         jobs += [job, replace(job, params=other, first_step=client % 3, last_step=5 + client)]
-        jobs += [replace(jobs[-2], anchor=other), replace(jobs[-1], anchor=start)]
-    alone = [trainer.train(job) for job in jobs]
+        anchored = zip(jobs[-2:], (other, start), strict=True)
+        jobs += [replace(job, vectors={"anchor": anchor}) for job, anchor in anchored]
+    alone = [upload_of(trainer, job) for job in jobs]
     plain = AutogradSolver(network(hidden, fed.x.shape[1], torch.float32), fed, SEED)
-    torch.testing.assert_close(alone[0], plain.train(jobs[0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone[0], upload_of(plain, jobs[0]), rtol=1e-4, atol=1e-5)
 
     @settings(max_examples=6)
     @given(chosen=st.permutations(range(len(jobs))), most=st.integers(2, 16))
@@ -377,7 +394,7 @@ def test_results_are_the_same_bit_for_bit_in_any_group_and_order(name, kind):
                 kinds.append(kind)
             groups.setdefault(kinds.index(kind), []).append(number)
         for group in groups.values():
-            together = trainer.train_group([jobs[number] for number in group[:most]])
+            together = uploads_of(trainer, [jobs[number] for number in group[:most]])
             for number, upload in zip(group[:most], together, strict=True):
                 assert torch.equal(upload, alone[number])
 
@@ -392,13 +409,14 @@ def test_every_job_of_a_group_has_its_own_anchor():
     jobs = []
     for k, (client, last) in enumerate([(0, 2), (1, None), (2, 1), (3, 3)]):
         stream = ("client", client)
-        job = Job(client, trainer.space.read(), task, stream, 0, last, elsewhere(trainer, k))
+        vectors = {"anchor": elsewhere(trainer, k)}
+        job = Job(client, trainer.space.read(), task, stream, 0, last, vectors)
         jobs.append(job)
     assert all(trainer.kind(job) == trainer.kind(jobs[0]) for job in jobs)
     plain = AutogradSolver(network(hidden, 64, torch.float32), fed, SEED)
-    for job, found in zip(jobs, trainer.train_group(jobs), strict=True):
-        torch.testing.assert_close(found, plain.train(job), rtol=1e-4, atol=1e-5)
-        assert torch.equal(found, trainer.train(job))
+    for job, found in zip(jobs, uploads_of(trainer, jobs), strict=True):
+        torch.testing.assert_close(found, upload_of(plain, job), rtol=1e-4, atol=1e-5)
+        assert torch.equal(found, upload_of(trainer, job))
 
 
 def test_a_new_trainer_and_an_old_one_give_the_same_bits():
@@ -408,7 +426,7 @@ def test_a_new_trainer_and_an_old_one_give_the_same_bits():
     for client in (3, 1, 0, 2, 0, 7):
         job = Job(client, old.space.read(), TASK, ("client", client))
         new = DenseSolver(network(hidden, 64, torch.float32), fed, SEED)
-        assert torch.equal(old.train(job), new.train(job))
+        assert torch.equal(upload_of(old, job), upload_of(new, job))
 
 
 def test_jobs_of_different_tasks_are_of_different_kinds():
@@ -417,9 +435,9 @@ def test_jobs_of_different_tasks_are_of_different_kinds():
     assert fast.kind(job) == fast.kind(replace(job, stream=("other",), first_step=1))
     for change in ({"lr": 0.2}, {"upload": "delta"}, {"objective": Proximal(0.1)}):
         assert fast.kind(job) != fast.kind(replace(job, task=replace(TASK, **change)))
-    anchored = replace(job, anchor=elsewhere(fast))
+    anchored = replace(job, vectors={"anchor": elsewhere(fast)})
     assert fast.kind(anchored) != fast.kind(job)
-    assert fast.kind(anchored) == fast.kind(replace(job, anchor=job.params))
+    assert fast.kind(anchored) == fast.kind(replace(job, vectors={"anchor": job.params}))
     # these two are not trained in the same way, or half of the tests here are in vain
     assert fast.kind(job) != fast.kind(job_for(fast, "many"))
 
@@ -453,22 +471,23 @@ def test_what_is_remembered_of_clients_is_bounded(monkeypatch):
     jobs = [Job(client, trainer.space.read(), TASK, ("client", client)) for client in range(40)]
 
     def remembered() -> int:
-        return held(trainer, {id(trainer.space), id(trainer.federation)})
+        given = (trainer.space, trainer.federation, trainer.x, trainer.y)
+        return held(trainer, {id(thing) for thing in given})
 
-    first = trainer.train(jobs[0])
+    first = upload_of(trainer, jobs[0])
     one = remembered()
     assert one > 0  # it does remember something, or this test is in vain
-    monkeypatch.setattr(stack, "_KEPT", int(5.5 * one))
+    monkeypatch.setattr(dense, "_KEPT", int(5.5 * one))
     for job in jobs:
-        trainer.train(job)
+        upload_of(trainer, job)
         assert remembered() <= 5.5 * one
     assert remembered() >= 2 * one
-    assert torch.equal(trainer.train(jobs[0]), first)
-    monkeypatch.setattr(stack, "_KEPT", 0)
+    assert torch.equal(upload_of(trainer, jobs[0]), first)
+    monkeypatch.setattr(dense, "_KEPT", 0)
     for job in jobs[:8]:
-        trainer.train_group([job])
+        uploads_of(trainer, [job])
         assert remembered() <= one  # the last one may stay
-    assert torch.equal(trainer.train_group(jobs[:8])[0], first)
+    assert torch.equal(uploads_of(trainer, jobs[:8])[0], first)
 
 
 # -- which modules ------------------------------------------------------------------------------

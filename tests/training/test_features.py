@@ -9,9 +9,11 @@ from sklearn.decomposition import PCA
 from torch import nn
 
 from polytempo import PolytempoError, Task
+from polytempo.core.client_steps import Basis, principal_directions
 from polytempo.training import AutogradSolver, Job
-from polytempo.training.features import last_features, principal_directions
+from polytempo.training.features import last_features
 from polytempo.training.solvers.dense import DenseSolver
+from solving import upload_of
 
 
 def hooks(module: nn.Module) -> int:
@@ -145,10 +147,10 @@ def test_extras_are_of_the_model_that_was_trained(small, solver, upload):
         module = nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 4)).double()
     trainer = solver(module, small, 5)
     start = trainer.space.read()
-    task = Task(epochs=2, batch_size=4, lr=0.1, upload=upload, basis=2)
+    task = Task(epochs=2, batch_size=4, lr=0.1, upload=upload, client_steps=(Basis(2),))
     job = Job(3, start + 0.1, task, ("client", 3))
-    vector = trainer.train(job)
-    [(name, basis)] = trainer.extras(job, vector).items()
+    [(vector, extras, _)] = trainer.carry_out([job])
+    [(name, basis)] = extras.items()
     assert name == "basis"
     model = {"model": vector, "delta": job.params + vector, "gradient": job.params}[upload]
     x = small.x[small.train[3]].double().numpy()
@@ -158,22 +160,23 @@ def test_extras_are_of_the_model_that_was_trained(small, solver, upload):
     np.testing.assert_allclose(np.abs(basis.numpy() @ expected.T), np.eye(2), atol=1e-6)
     assert hooks(module) == 0
     assert solver is AutogradSolver or DenseSolver.fits(module)
-    assert torch.equal(trainer.train(job), vector)  # nothing is left behind
+    assert torch.equal(upload_of(trainer, job), vector)  # nothing is left behind
 
 
 def test_a_task_without_a_basis_has_no_extras(small):
     trainer = AutogradSolver(nn.Conv1d(1, 1, 1), small, 5)  # which could not give one
-    assert trainer.extras(Job(0, trainer.space.read(), Task(), ("a",)), trainer.space.read()) == {}
+    session = trainer.begin(Job(0, trainer.space.read(), Task(), ("a",)))
+    assert session.finish().extras == {}
 
 
 def test_dropout_is_off_and_large_shards_are_taken_in_parts(small, monkeypatch):
-    monkeypatch.setattr("polytempo.training.solvers.autograd._EVALUATION_BATCH", 5)
+    monkeypatch.setattr("polytempo.training.session._EVALUATION_BATCH", 5)
     module = nn.Sequential(nn.Linear(12, 7), nn.Dropout(0.5), nn.Linear(7, 4)).double()
     trainer = AutogradSolver(module, small, 5)
     start = trainer.space.read()
-    job = Job(1, start, Task(basis=3), ("a",))
+    job = Job(1, start, Task(client_steps=(Basis(3),)), ("a",))
     module.train()
-    basis = trainer.extras(job, start)["basis"].numpy()
+    basis = trainer.begin(job).finish().extras["basis"].numpy()
     with torch.no_grad():
         features = module[0](small.x[small.train[1]].double()).numpy()
     expected = PCA(3, svd_solver="full").fit(features).components_

@@ -1,16 +1,17 @@
 """A learner trains as torch's own optimiser would, through fusions and interruptions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from polytempo import PolytempoError, Task
+from polytempo import Federation, PolytempoError, Task
 from polytempo.core.errors import Diverged
-from polytempo.core.layout import Layout
 from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.storage import load_state, save_state
-from polytempo.training import Learner, Schedule
+from polytempo.training import AutogradSolver, Learner, Schedule, Solver
 
 SEED = 3
 TASK = Task(batch_size=5, lr=0.1, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
@@ -23,18 +24,17 @@ def network(dropout: float = 0.0) -> nn.Module:
         return nn.Sequential(*layers).double()
 
 
-def learner(fed, peer=2, target=20, task=TASK, dropout=0.0, space=None, **schedule) -> Learner:
-    part = fed.train[peer]
-    return Learner(
-        space or Layout(network(dropout)),
-        fed.x[part],
-        fed.y[part],
-        peer=peer,
-        task=task,
-        schedule=Schedule(target, **schedule),
-        seed=SEED,
-        prepare=fed.prepare,
-    )
+def learner(
+    fed: Federation,
+    peer: int = 2,
+    target: int = 20,
+    task: Task = TASK,
+    dropout: float = 0.0,
+    solver: Solver | None = None,
+    **schedule,
+) -> Learner:
+    solver = solver or AutogradSolver(network(dropout), fed, SEED)
+    return Learner(solver, peer=peer, task=task, schedule=Schedule(target, **schedule))
 
 
 def textbook(fed, peer, iterations, target, fusions=None):
@@ -100,13 +100,13 @@ def test_what_was_saved_goes_on_bit_for_bit(small, tmp_path):
     again.load_state_dict(load_state(tmp_path / "learner.safetensors"))
     again.steps(9)
     assert torch.equal(again.params, whole.params)
-    assert torch.equal(again.momentum, whole.momentum)
+    assert torch.equal(again.memory["momentum"], whole.memory["momentum"])
     assert again.iteration == whole.iteration
 
 
 def test_learners_that_share_a_module_do_not_disturb_each_other(small):
-    space = Layout(network(0.5))
-    one, two = learner(small, 1, space=space), learner(small, 2, space=space)
+    shared = AutogradSolver(network(0.5), small, SEED)
+    one, two = learner(small, 1, solver=shared), learner(small, 2, solver=shared)
     alone = learner(small, 1, dropout=0.5)
     for _ in range(3):
         before = one.params
@@ -125,7 +125,7 @@ def test_it_is_scored_by_counting(small):
     model = network()
     nn.utils.vector_to_parameters(one.params, model.parameters())
     logits = model(x.double()).detach()
-    score = one.evaluate(x, y)
+    [score] = one.evaluate([2])
     assert score.correct == sum(
         int(row.argmax()) == label for row, label in zip(logits, y.tolist(), strict=True)
     )
@@ -141,6 +141,4 @@ def test_divergence_and_strange_models_are_named(small):
     with pytest.raises(PolytempoError, match="157 numbers and was given one of 3"):
         learner(small).fuse(torch.zeros(3))
     with pytest.raises(PolytempoError, match="peer 0 has no sample"):
-        nothing = torch.zeros(0)
-        space = Layout(network())
-        Learner(space, nothing, nothing, peer=0, task=TASK, schedule=Schedule(1), seed=0)
+        learner(replace(small, train=(slice(0, 0), *small.train[1:])), peer=0)

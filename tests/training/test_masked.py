@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from polytempo.core.client_steps import Mask
 from polytempo.core.masks import largest, unpack
-from polytempo.core.objective import Proximal
+from polytempo.core.objective import Plain, Proximal
+from polytempo.core.optimizer import Adam, AdamW, Sgd
 from polytempo.core.task import Task
 from polytempo.training import Job
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.dense import DenseSolver
+from solving import upload_of
 
 
 def module():
@@ -18,62 +21,71 @@ def module():
         return nn.Sequential(nn.Flatten(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4))
 
 
-def task(**options) -> Task:
-    given = {"epochs": 3, "batch_size": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
-    return Task(**{**given, "sparsity": 0.4, **options})
+def task(share: float | None = 0.4, **options) -> Task:
+    """With a mask that drops this share; None: without a mask."""
+    given = {"epochs": 3, "batch_size": 8, "lr": 0.1, "optimizer": Sgd(weight_decay=0.05)}
+    steps = () if share is None else (Mask(share),)
+    return Task(**{**given, "client_steps": steps, **options})
 
 
 @pytest.mark.parametrize("trainer", [AutogradSolver, DenseSolver])
-@pytest.mark.parametrize("objective", [None, Proximal(0.5)])
-def test_masked_parameters_are_bit_identical_and_others_are_not(small, trainer, objective):
+@pytest.mark.parametrize("objective", [Plain(), Proximal(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "optimizer",
+    [Sgd(weight_decay=0.05), Adam(weight_decay=0.05), AdamW(weight_decay=0.05)],
+    ids=lambda found: type(found).__name__,
+)
+def test_masked_parameters_are_bit_identical_and_others_are_not(
+    small, trainer, objective, optimizer
+):
     solver = trainer(module(), small, seed=0)
     params = solver.space.read()
-    given = task(objective=objective) if objective else task()
+    given = task(objective=objective, optimizer=optimizer)
     jobs = [Job(client, params, given, ("client", client)) for client in range(4)]
     together: list[list[Job]] = []
     for job in jobs:
         same = [group for group in together if solver.kind(group[0]) == solver.kind(job)]
         same[0].append(job) if same else together.append([job])
-    uploads = [upload for group in together for upload in solver.train_group(group)]
+    outcomes = [outcome for group in together for outcome in solver.carry_out(group)]
     kept = largest(params, 0.4)
     assert int(kept.sum()) == len(params) - int(0.4 * len(params))
-    for upload in uploads:
+    for upload, extras, _ in outcomes:
         assert torch.equal(upload[~kept], params[~kept])
         assert (upload[kept] != params[kept]).float().mean() > 0.9
-    bits = solver.extras(jobs[0], uploads[0])["mask"]
-    assert torch.equal(unpack(bits, len(params)), kept)
+        assert torch.equal(unpack(extras["mask"], len(params)), kept)
 
 
 def test_both_ways_to_train_agree(small):
     plain, stack = AutogradSolver(module(), small, seed=0), DenseSolver(module(), small, seed=0)
     job = Job(2, plain.space.read(), task(), ("client", 2))
-    torch.testing.assert_close(plain.train(job), stack.train(job), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(upload_of(plain, job), upload_of(stack, job), atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_that_drops_nothing_changes_nothing(small):
     solver = AutogradSolver(module(), small, seed=0)
     params = solver.space.read()
-    whole = solver.train(Job(1, params, task(sparsity=None), ("client", 1)))
-    assert torch.equal(solver.train(Job(1, params, task(sparsity=0.0), ("client", 1))), whole)
+    whole = upload_of(solver, Job(1, params, task(None), ("client", 1)))
+    assert torch.equal(upload_of(solver, Job(1, params, task(0.0), ("client", 1))), whole)
 
 
 def test_what_is_no_parameter_is_never_masked(small):
     normal = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
     solver = AutogradSolver(normal, small, seed=0)
-    job = Job(0, solver.space.read(), task(sparsity=0.9), ("client", 0))
+    job = Job(0, solver.space.read(), task(0.9), ("client", 0))
     statistics = slice(solver.space.parameters, solver.space.size)
-    assert solver.mask(job)[statistics].all()
-    assert not torch.equal(solver.train(job)[statistics], job.params[statistics])
+    [(upload, extras, _)] = solver.carry_out([job])
+    assert unpack(extras["mask"], solver.space.size)[statistics].all()
+    assert not torch.equal(upload[statistics], job.params[statistics])
 
 
 def test_a_sparse_task_takes_less_time_in_proportion():
-    assert task(sparsity=0.25).work(100) == pytest.approx(0.75 * task(sparsity=None).work(100))
-    assert task(sparsity=0.0).extras == {"mask": 1} and task(sparsity=None).extras == {}
+    assert task(0.25).work(100) == pytest.approx(0.75 * task(None).work(100))
+    assert task(0.0).extras == {"mask": 1} and task(None).extras == {}
 
 
 def test_nothing_is_sorted_if_nothing_is_dropped(small, monkeypatch):
     monkeypatch.setattr(torch, "sort", None)
     solver = AutogradSolver(module(), small, seed=0)
-    job = Job(1, solver.space.read(), task(sparsity=0.0), ("client", 1))
-    assert solver.mask(job).all()
-    solver.train(job)
+    job = Job(1, solver.space.read(), task(0.0), ("client", 1))
+    [(_, extras, _)] = solver.carry_out([job])
+    assert unpack(extras["mask"], solver.space.size).all()

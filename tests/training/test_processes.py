@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from polytempo import Federation, PolytempoError, Pull, Task
 from polytempo.core.objective import Drift
-from polytempo.training import AutogradSolver, Backend, Job, Outcome, Score, Solver
+from polytempo.training import AutogradSolver, Backend, Exam, Job, Outcome, Score, Solver
 from polytempo.training.executors import processes
 from polytempo.training.executors.processes import Processes
 from polytempo.training.solvers.dense import DenseSolver
+from solving import upload_of
 
 pytestmark = pytest.mark.skipif(
     "fork" not in mp.get_all_start_methods() or not Path("/proc").is_dir(),
@@ -82,7 +83,7 @@ def some_jobs(solver: Solver, count: int, task: Task = TASK) -> list[Job]:
         params = start + 0.1 * noise.to(start.dtype)
         job = Job(k % 8, params, other, ("client", k % 8, "dispatch", k))
         if k % 2:  # some have an anchor of their own
-            job = replace(job, anchor=start + 0.1 * noise.roll(1).to(start.dtype))
+            job = replace(job, vectors={"anchor": start + 0.1 * noise.roll(1).to(start.dtype)})
         jobs.append(job if other.upload == "gradient" else replace(job, first_step=k % 3))
     return jobs
 
@@ -102,14 +103,14 @@ def test_uploads_and_scores_are_those_of_the_same_solver_in_this_process(small, 
         module = module.double() if kind == "double" else module
         solver, count = AutogradSolver(module, small, SEED), 30
     jobs = some_jobs(solver, count, replace(TASK, objective=Pull(0.3)))
-    models = [(job.params, range(job.client, 8)) for job in jobs[:20]]
-    expected = [solver.train_group([job])[0] for job in jobs]
-    scores = [solver.evaluate(model, clients) for model, clients in models]
+    exams = [Exam(job.params, list(range(job.client, 8))) for job in jobs[:20]]
+    expected = [upload_of(solver, job) for job in jobs]
+    scores = [solver.evaluate(exam) for exam in exams]
     with on_workers(solver, workers) as backend:
         for k, job in enumerate(jobs):
             backend.expect(job, -k)  # the last ones first
         found = [backend.train(job) for job in jobs[:10]]
-        assert backend.evaluate(models) == scores
+        assert backend.evaluate(exams) == scores
         found += [backend.train(job) for job in jobs[10:]]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
@@ -124,9 +125,9 @@ def test_anchors_reach_the_workers_and_no_job_sees_that_of_another(small, kind):
     start = solver.space.read()
     task, jobs = replace(TASK, objective=Drift()), []
     for k in range(60):
-        anchor = None if k % 3 == 0 else torch.full_like(start, 0.01 * k)
-        jobs.append(Job(k % 8, start, task, ("client", k % 8, "dispatch", k), anchor=anchor))
-    expected = [solver.train_group([job])[0] for job in jobs]
+        vectors = {} if k % 3 == 0 else {"anchor": torch.full_like(start, 0.01 * k)}
+        jobs.append(Job(k % 8, start, task, ("client", k % 8, "dispatch", k), vectors=vectors))
+    expected = [upload_of(solver, job) for job in jobs]
     with on_workers(solver, 2) as backend:
         for job in jobs:
             backend.expect(job)
@@ -138,7 +139,7 @@ def test_anchors_reach_the_workers_and_no_job_sees_that_of_another(small, kind):
 def test_a_run_may_go_on_in_this_process_and_on_new_workers(small):
     solver = AutogradSolver(network(nn.Tanh()), small, SEED)
     jobs = some_jobs(solver, 12)
-    expected = [solver.train(job) for job in jobs]
+    expected = [upload_of(solver, job) for job in jobs]
     backend, found = on_workers(solver, 2), []
     for job in jobs:
         backend.expect(job)
@@ -167,13 +168,13 @@ class Probe:
         if jobs[0].stream == ("leave",):
             os._exit(3)
         if jobs[0].stream == ("wide",):
-            return [Outcome(torch.ones(4), {})]
+            return [Outcome(torch.ones(4), {}, {})]
         threads, pid = torch.get_num_threads(), os.getpid()
         numbers = [[threads, pid, job.client] for job in jobs]
-        return [Outcome(torch.tensor(row, dtype=torch.float64), {}) for row in numbers]
+        return [Outcome(torch.tensor(row, dtype=torch.float64), {}, {}) for row in numbers]
 
-    def evaluate(self, params: Tensor, clients: Sequence[int]) -> list[Score]:
-        return [Score(client, 1, float(params[0])) for client in clients]
+    def evaluate(self, exam: Exam) -> list[Score]:
+        return [Score(client, 1, float(exam.params[0])) for client in exam.clients]
 
 
 def probing(client: int = 0, stream: str = "") -> Job:
@@ -203,7 +204,7 @@ def test_answers_that_are_large_pass_the_pipes():
     """Larger than what a pipe holds."""
     model = torch.full((3,), 7.0, dtype=torch.float64)
     with on_workers(Probe(), 2) as backend:
-        [scores] = backend.evaluate([(model, list(range(40_000)))])
+        [scores] = backend.evaluate([Exam(model, list(range(40_000)))])
     assert scores == [Score(client, 1, 7.0) for client in range(40_000)]
 
 
@@ -291,7 +292,7 @@ def test_an_error_in_the_module_reaches_the_caller_as_itself(small, workers, wha
                 backend.train(job)
         else:
             backend.forget(jobs[3])
-            backend.evaluate([(start, range(8))])
+            backend.evaluate([Exam(start, list(range(8)))])
     notes = "\n".join(caught.value.__notes__)
     assert "in a worker process" in notes
     assert "in forward" in notes
@@ -316,7 +317,7 @@ def test_after_an_error_the_others_get_their_own_results(small):
     start = solver.space.read()
     jobs = [Job(client, start, TASK, ("client", client)) for client in range(8)]
     good = [job for job in jobs if job.client != 3]
-    expected = [solver.train(job) for job in good]
+    expected = [upload_of(solver, job) for job in good]
     with on_workers(solver, 2) as backend:
         for job in jobs:
             backend.expect(job)
@@ -485,7 +486,7 @@ def test_workers_stop_when_an_error_leaves_the_context():
 A_RUN = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever was inherited
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_processes import Probe, on_workers, probing
 
 def work(backend):
@@ -514,7 +515,7 @@ def next_line(process: subprocess.Popen) -> list[int]:
 
 def test_workers_ignore_ctrl_c_and_end_by_themselves_when_their_parent_is_killed():
     parent = subprocess.Popen(
-        [sys.executable, "-c", A_RUN, str(Path(__file__).parent)],
+        [sys.executable, "-c", A_RUN, *map(str, Path(__file__).parents[:2])],
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
@@ -569,7 +570,7 @@ def test_the_federation_is_not_copied():
             backend.expect(job)
         for job in jobs:
             backend.train(job)
-        backend.evaluate([(start, range(clients))])
+        backend.evaluate([Exam(start, list(range(clients)))])
         backend.drain()
         assert 0 < backend.worker_memory < 100e6
 

@@ -11,16 +11,20 @@ import torch
 from torch import nn
 
 from polytempo import Federation, PolytempoError, Proximal, Task, simulate
+from polytempo.core.client_steps import Mask
+from polytempo.core.layout import Parts
 from polytempo.simulation import Simulator
 from polytempo.strategies import PACE
-from polytempo.training import AutogradSolver, Job, make_backend
+from polytempo.training import PERSONAL, AutogradSolver, Job, make_backend
+from solving import upload_of, uploads_of
 
 ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from polytempo.training.executors.ray_actors import RayPool, _array, _models, _Worker, processors  # noqa: E402
+from polytempo.training.executors.ray_actors import RayPool, _Worker, processors  # noqa: E402
 
+AT_HOME = Parts(["norm"], buffers="reset")
 NODE = {
     "num_cpus": 1,
     "object_store_memory": 80 * 2**20,
@@ -106,24 +110,16 @@ def own_model() -> nn.Module:
         return Own()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_models_travel_as_they_are(dtype):
-    models = list(torch.randn(3, 7).to(dtype))
-    rows = _array(models)
-    rows.flags.writeable = False  # as Ray hands them over
-    for found, sent in zip(_models(rows, dtype), models, strict=True):
-        assert found.dtype == dtype
-        assert torch.equal(found, sent)
-        assert found.data_ptr() % 64 == 0
-
-
-def test_anchors_travel_with_their_jobs(small):
+def test_jobs_travel_with_all_that_they_bring_and_outcomes_with_all_that_they_have(small):
     """What the pool asks a worker for, and what the worker makes of it; without a cluster."""
-    solver = AutogradSolver(own_model(), small, 3, "reset")
-    start = solver.space.read()
-    task = Task(epochs=1, objective=Proximal(0.5), sparsity=0.2)
-    jobs = [Job(client, start, task, ("client", client)) for client in range(3)]
-    jobs[1] = replace(jobs[1], anchor=start + 1)
+    solver = AutogradSolver(own_model(), small, 3, AT_HOME)
+    start, own = solver.space.read(), solver.space.initial_personal
+    task = Task(epochs=1, objective=Proximal(0.5), keep_optimizer=True, client_steps=(Mask(0.2),))
+    jobs = [
+        Job(client, start, task, ("client", client), memory={PERSONAL: own + client})
+        for client in range(3)
+    ]
+    jobs[1] = replace(jobs[1], vectors={"anchor": start + 1})
     asked = []
     pool = RayPool.__new__(RayPool)
     pool._ask = lambda worker, method, *details: asked.append((worker, method, details))
@@ -132,13 +128,13 @@ def test_anchors_travel_with_their_jobs(small):
     assert (number, method) == (7, "train")
     worker = _Worker()
     worker.solver = solver
-    answer = worker.train(*pickle.loads(pickle.dumps(details)))
-    rows, extras = pickle.loads(pickle.dumps(answer))
-    uploads = _models(rows, start.dtype)
-    assert all(map(torch.equal, uploads, solver.train_group(jobs)))
-    assert not torch.equal(uploads[1], solver.train(replace(jobs[1], anchor=None)))
-    for job, upload, more in zip(jobs, uploads, extras, strict=True):
-        assert torch.equal(more["mask"], solver.extras(job, upload)["mask"])
+    found = pickle.loads(worker.train(*details))
+    for (upload, extras, memory), expected in zip(found, solver.carry_out(jobs), strict=True):
+        assert torch.equal(upload, expected.upload)
+        assert torch.equal(extras["mask"], expected.extras["mask"])
+        assert memory.keys() == {PERSONAL, "momentum"}
+        assert all(torch.equal(memory[name], expected.memory[name]) for name in memory)
+    assert not torch.equal(found[1].upload, upload_of(solver, replace(jobs[1], vectors={})))
 
 
 def assert_same(found: Simulator, expected: Simulator) -> None:
@@ -149,15 +145,15 @@ def assert_same(found: Simulator, expected: Simulator) -> None:
         assert torch.equal(found.strategy.model_for(client), expected.strategy.model_for(client))
 
 
-def test_a_batched_run_is_the_same_as_in_this_process(cluster, wide):
+def test_a_dense_run_is_the_same_as_in_this_process(cluster, wide):
     def run(**settings):
         settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
         return simulate(wide, model="mlp:hidden=150", adapt_epochs=1, **settings)
 
-    expected = run(backend="batched", workers=1)
+    expected = run(solver="dense", backend="serial")
     terminate = signal.getsignal(signal.SIGTERM)
     found = run(backend="ray")  # as many workers as CPUs
-    assert found.summary["backend"] == "batched on 2 Ray workers"
+    assert found.summary["backend"] == "dense on 2 Ray workers"
     assert 4 * found.summary["parameters"] > 100 * 1024
     assert_same(found.simulator, expected.simulator)
     assert found.summary["peak_rss_mb"] > expected.summary["peak_rss_mb"] + 100
@@ -176,12 +172,13 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
         return simulator
 
     ray.init(logging_level="ERROR", log_to_driver=False)
-    alone = make_backend(own_model(), small, 3, "reset", name="serial")
-    backend = make_backend(own_model(), small, 3, "reset", name="ray", workers=2)
-    start = backend.solver.space.read()
-    jobs = [Job(client, start, task, ("client", client)) for client in range(4)]
-    backend.solver.train_group(jobs)  # moves the statistics, which no worker may see
-    backend.solver.space.vector.copy_(start)
+    alone = make_backend(own_model(), small, 3, AT_HOME, name="serial")
+    backend = make_backend(own_model(), small, 3, AT_HOME, name="ray", workers=2)
+    space = backend.solver.space
+    start, memory = space.read(), {PERSONAL: space.initial_personal}
+    jobs = [Job(client, start, task, ("client", client), memory=memory) for client in range(4)]
+    uploads_of(backend.solver, jobs)  # moves the statistics, which no worker may see
+    space.vector.copy_(space.join(start, space.initial_personal))
     with (
         pytest.raises(PolytempoError, match=r"^Ray worker 1 died \(.*try fewer --w") as died,
         backend,
@@ -199,11 +196,11 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
         for _ in range(4):
             worker, outcomes = pool.receive()
             answers[worker] += [outcome.upload for outcome in outcomes]
-        expected = alone.solver.train_group(jobs)
+        expected = uploads_of(alone.solver, jobs)
         assert all(map(torch.equal, answers[0] + answers[1], expected))
 
         with pytest.raises(backend.solver.space.module.error) as caught:
-            backend.train(Job(0, start * torch.nan, task, ("client", 0)))
+            backend.train(replace(jobs[0], params=start * torch.nan))
         assert (str(caught.value), caught.value.where) == ("no number", 17)
         [note] = caught.value.__notes__
         assert note.startswith("on Ray worker ")

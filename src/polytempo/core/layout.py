@@ -10,7 +10,7 @@ afresh with every model that is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -70,6 +70,15 @@ class Layout:
                 parameter.requires_grad_(False)
             if parameter.requires_grad:
                 parameters.append((name, parameter))
+            else:
+                frozen.add(name)
+        self._still = []  # normalisation layers that are frozen, statistics included
+        for prefix, layer in _normalisation(module):
+            scales = _names(prefix, layer.named_parameters())
+            statistics = _names(prefix, layer.named_buffers())
+            if (scales or statistics) and (scales or statistics) <= frozen:
+                self._still.append(layer)
+                frozen |= statistics
         if not parameters:
             raise PolytempoError(f"{type(module).__name__} has no parameters: nothing to train")
         buffers = [(name, b) for name, b in module.named_buffers() if name not in frozen]
@@ -99,13 +108,6 @@ class Layout:
         self._own = slice(shared, self.trainable), slice(end, len(self.vector))
         self._others = [b for name, b in module.named_buffers() if name not in names]
         self._initial = self.counters()
-        self._still = [
-            layer
-            for layer in module.modules()
-            if isinstance(layer, _NORMALISATION)
-            and any(p is not None for p in layer.parameters(recurse=False))
-            and not any(p.requires_grad for p in layer.parameters(recurse=False))
-        ]
         self.trained: list[tuple[nn.Parameter, slice]] = []
         offset = 0
         for tensor in (tensor for group in groups for tensor in group):
@@ -181,7 +183,9 @@ def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[st
             head = {f"{_head(module)}{name}" for name in ("weight", "bias")} & set(names)
             matches = head if pattern == HEAD else set(names) - head
         elif pattern == NORM:
-            matches = set(_of_layers(module, _NORMALISATION))
+            matches = set()
+            for prefix, layer in _normalisation(module):
+                matches |= _names(prefix, layer.named_parameters(), layer.named_buffers())
         else:
             matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
@@ -203,8 +207,13 @@ def _head(module: nn.Module) -> str:
     return f"{layers[-1]}." if layers[-1] else ""
 
 
-def _of_layers(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[str]:
-    for prefix, layer in module.named_modules():
-        if isinstance(layer, kinds):
-            for name, _ in (*layer.named_parameters(), *layer.named_buffers()):
-                yield f"{prefix}.{name}" if prefix else name
+def _normalisation(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The normalisation layers, with their names."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _NORMALISATION):
+            yield name, layer
+
+
+def _names(prefix: str, *found: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """In the module, of what a layer calls so."""
+    return {f"{prefix}.{name}" if prefix else name for each in found for name, _ in each}

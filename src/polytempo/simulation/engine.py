@@ -263,7 +263,7 @@ class Engine:
 
     def personal(self, client: int) -> Tensor:
         """The client's own part of the model."""
-        return self.memory.get(client)[PERSONAL]
+        return self.memory.vector(PERSONAL, client)
 
     def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Mean accuracy after every client has adapted a copy of its model by plain training; None

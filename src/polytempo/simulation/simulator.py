@@ -312,7 +312,7 @@ class Simulator(Engine):
         samples = self.federation.samples[flight.job.client]
         total, epoch = flight.job.task.total_steps(samples), flight.job.task.batches(samples)
         epochs = math.floor(flight.progress(self.time) * total / epoch) + 1
-        last = max(epochs, flight.job.first_step // epoch + 1) * epoch
+        last = max(epochs, flight.job.since // epoch + 1) * epoch
         if last < (flight.job.last_step or total):
             self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
             self._change_job(flight, replace(flight.job, last_step=last))

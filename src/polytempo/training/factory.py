@@ -50,14 +50,14 @@ def make_backend(
     The numbers depend on the solver (equal to about 1e-6) and the device, on nothing else.
     """
     problem = problem_for(federation, problem)
-    kind = _solver(module, problem, solver, device)
+    kind = _solver(module, problem, parts, solver, device)
     chosen = kind(module, federation, seed, parts, device, problem)
     how = "dense" if isinstance(chosen, DenseSolver) else "torch"
     if name == "serial" and workers not in (None, 1):
         raise PolytempoError(f"backend serial has no workers, got {workers}; use processes")
-    if name == "processes" and chosen.device.type != "cpu":
+    if chosen.device.type != "cpu" and (name in ("processes", "ray") or workers not in (None, 1)):
         raise PolytempoError(
-            f"backend processes cannot share the device {device}; use --backend serial"
+            f"workers cannot share the device {device}; use --backend serial, without --workers"
         )
     if name == "ray":
         from polytempo.training.executors.ray_actors import RayPool, processors
@@ -74,14 +74,14 @@ def make_backend(
 
 
 def _solver(
-    module: nn.Module, problem: Problem, name: SolverName, device: str
+    module: nn.Module, problem: Problem, parts: Parts, name: SolverName, device: str
 ) -> type[AutogradSolver]:
-    fits = DenseSolver.fits(module, problem) and device == "cpu"
+    fits = DenseSolver.fits(module, problem, parts) and device == "cpu"
     if name == "dense" and not fits:
         raise PolytempoError(
-            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear) to "
-            f"classify, on the CPU; not this {type(module).__name__} for {problem.name} on "
-            f"{device}: use --solver torch, or auto"
+            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear), nothing "
+            f"of them frozen, to classify, on the CPU; not this {type(module).__name__} for "
+            f"{problem.name} on {device}: use --solver torch, or auto"
         )
     return DenseSolver if name != "torch" and fits else AutogradSolver
 

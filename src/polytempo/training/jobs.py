@@ -39,6 +39,11 @@ class Job:
     memory: Vectors = field(default_factory=dict)  # what the client remembers
     swaps: tuple[Swap, ...] = ()
 
+    @property
+    def since(self) -> int:
+        """The step from which on the model was trained that is there at the end."""
+        return self.swaps[-1].step if self.swaps else self.first_step
+
     def swapped(self, step: int, dispatch: Dispatch) -> Job:
         """The same training with the model of that dispatch from that step on. What was trained
         before is lost, and need not be trained, unless the client keeps some of it: its own part of

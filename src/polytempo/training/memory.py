@@ -27,9 +27,9 @@ class ClientMemory:
         """All that the client remembers: copies."""
         return {name: bank.row(client) for name, bank in self._banks.items()}
 
-    def vector(self, name: str, client: int) -> Tensor | None:
-        """One of its vectors; None if nobody has one of that name."""
-        return self._banks[name].row(client) if name in self._banks else None
+    def vector(self, name: str, client: int) -> Tensor:
+        """One of its vectors: a copy."""
+        return self._banks[name].row(client)
 
     def set(self, client: int, memory: Mapping[str, Tensor]) -> None:
         """The client has come back from a training with this memory."""

@@ -91,9 +91,9 @@ class Session:
         kept = self.task.optimizer.kept
         if not self.task.keep_optimizer or not all(name in self.memory for name in kept):
             return None
-        vector = self.solver.space.vector
-        begun = self.task.optimizer.begin(vector[: self.solver.space.trainable])
-        return begun | {name: self.memory[name].to(vector.device, copy=True) for name in kept}
+        device = self.solver.device
+        moments = {name: self.memory[name].to(device, copy=True) for name in kept}
+        return self.task.optimizer.begin(moments[kept[0]]) | moments
 
     # -- what client steps see ---------------------------------------------------------------------
 
@@ -161,6 +161,8 @@ class Session:
         x, y = self._samples()
         with self._bound(x) as (theta, grad, anchor, x), solver.own_randomness():
             shared, shared_grad = theta[: len(anchor)], grad[: len(anchor)]
+            frozen = None if self.frozen is None else self.frozen.to(theta.device)
+            as_it_was = shared if frozen is None else shared[frozen]
             while self.step < until:
                 # Dropout layers draw from torch's global stream: name that one too.
                 solver.set_randomness(*self.job.stream, "step", self.step)
@@ -172,16 +174,16 @@ class Session:
                 with torch.no_grad():
                     task.objective.add_gradient(shared, anchor, shared_grad)
                     task.optimizer.regularise(theta, grad)
-                    if self.frozen is not None:
-                        shared_grad.masked_fill_(self.frozen, 0.0)
+                    if frozen is not None:
+                        shared_grad.masked_fill_(frozen, 0.0)
                     if task.upload == "gradient":
                         self._upload_gradient(theta, grad)
                         self.step = until
                     else:
                         self._moments = self._moments or task.optimizer.begin(theta)
                         task.optimizer.step(theta, grad, self._moments, task.rate(self.step))
-                        if self.frozen is not None:  # decoupled weight decay has moved them
-                            shared[self.frozen] = self.received[: len(shared)][self.frozen]
+                        if frozen is not None:  # decoupled weight decay has moved them
+                            shared[frozen] = as_it_was
                         self.step += 1
 
     def _upload_gradient(self, theta: Tensor, grad: Tensor) -> None:
@@ -207,12 +209,12 @@ class Session:
     def _bound(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Within this context the module is the model of this session: all its trained numbers,
         their gradient, the anchor of the shared ones, and the samples to feed it with."""
-        layout, vocabulary = self.solver.space, self.solver.vocabulary
+        solver, layout, vocabulary = self.solver, self.solver.space, self.solver.vocabulary
         layout.load_whole(self.vector, self._counters)
         layout.train(min(self.samples, self.task.batch_size))
         if vocabulary is not None and self._words_suffice():
             if self._part is None:
-                self._part = vocabulary.part(x, self.received)
+                self._part = vocabulary.part(x, self.received.to(solver.device))
             with vocabulary.bound(self._part):
                 yield self._part.theta, self._part.grad, self._part.anchor, self._part.renamed
             layout.vector[: layout.parameters] = self._part.widen(self._part.theta)

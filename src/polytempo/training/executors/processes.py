@@ -181,10 +181,11 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
             if kind == "train":
                 pairs = zip(pickle.loads(details), rows[place], strict=False)
                 outcomes = solver.carry_out([replace(job, params=row) for job, row in pairs])
+                # as bytes: torch would send each tensor in a file of shared memory; and first of
+                # all, for some may be views of the received models, which are now replaced
+                answer = dumps([(outcome.extras, outcome.memory) for outcome in outcomes])
                 for row, outcome in zip(rows[place], outcomes, strict=False):
                     row.copy_(outcome.upload)
-                # as bytes: torch would send each tensor in a file of shared memory
-                answer = dumps([(outcome.extras, outcome.memory) for outcome in outcomes])
             elif kind == "evaluate":
                 exams = zip(pickle.loads(details), rows[place], strict=False)
                 answer = [solver.evaluate(exam._replace(params=row)) for exam, row in exams]

@@ -174,7 +174,7 @@ class _Worker:
 def _copied(solver: AutogradSolver) -> nn.Module:
     """The module, its buffers as they were at first, without the vector of all parameters."""
     space = solver.space
-    space.load(space.read())
+    space.load_whole(space.vector)
     clones = {id(buffer): buffer.clone() for buffer in space.module.buffers()}
     return copy.deepcopy(space.module, clones)  # which clones the parameters
 

@@ -91,10 +91,10 @@ class DenseSolver(AutogradSolver):
         self._grams: OrderedDict[int, Tensor] = OrderedDict()
 
     @staticmethod
-    def fits(module: nn.Module, problem: Problem) -> bool:
-        """Whether this is a stack that can be trained here."""
-        trained = all(p.requires_grad for p in module.parameters())
-        return type(problem) is Classification and bool(_widths(module)) and trained
+    def fits(module: nn.Module, problem: Problem, parts: Parts = ALL_SHARED) -> bool:
+        """Whether this is a stack that can be trained here, all of it."""
+        trained = not parts.frozen and all(p.requires_grad for p in module.parameters())
+        return type(problem) is Classification and trained and bool(_widths(module))
 
     def kind(self, job: Job) -> object:
         """Jobs with the same task, and matrices of the same shape, can be done together."""
@@ -112,14 +112,21 @@ class DenseSolver(AutogradSolver):
             and not (task.keep_optimizer or job.swaps)
         )
 
-    @torch.no_grad()
     def train(self, sessions: Sequence[Session]) -> None:
-        job, masked = sessions[0].job, any(session.frozen is not None for session in sessions)
-        if not self._knows(job) or (masked and type(job.task.optimizer) is not Sgd):
-            with torch.enable_grad():
-                super().train(sessions)
-            return
+        for masked in (False, True):  # apart: they are not trained alike
+            some = [session for session in sessions if (session.frozen is not None) == masked]
+            if not some:
+                continue
+            job = some[0].job
+            if not self._knows(job) or (masked and type(job.task.optimizer) is not Sgd):
+                super().train(some)
+            else:
+                self._train(some, masked)
+
+    @torch.no_grad()
+    def _train(self, sessions: Sequence[Session], masked: bool) -> None:
         sessions = sorted(sessions, key=lambda each: each.step - each.last)  # longest first
+        job = sessions[0].job
         jobs, task = [session.job for session in sessions], job.task
         received = [session.vector for session in sessions]
         samples = 0 if masked else self._dual(job)
@@ -132,7 +139,8 @@ class DenseSolver(AutogradSolver):
             weights = [self._views(whole)[0][0] for whole in received]
             found = Dual(task, layout, plan, models, points, grams, weights).run()
         else:
-            sent = [job.vectors["anchor"] for job in jobs if "anchor" in job.vectors]
+            pulled = type(task.objective) is not Plain and "anchor" in job.vectors
+            sent = [job.vectors["anchor"] for job in jobs] if pulled else []
             anchors = self._load(sent, layout, False) if sent else models.clone()
             direct = Direct(task, layout, plan, models, anchors, points)
             if masked:
