@@ -70,24 +70,28 @@ class Scripted(FedAsync):
 
     multicast_after: ClassVar[dict[int, list[int]]] = {}
     stop_after: ClassVar[dict[int, list[int]]] = {}
-    seen: ClassVar[int] = 0
+    state: ClassVar[tuple[str, ...]] = (*FedAsync.state, "seen")
+
+    def setup(self, context):
+        super().setup(context)
+        self.seen = 0
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        type(self).seen += 1
+        self.seen += 1
         return super().fold(update, staleness)
 
     def refresh(self, in_flight):
-        wanted = self.multicast_after.get(type(self).seen, [])
+        wanted = self.multicast_after.get(self.seen, [])
         return [f.client for f in in_flight if f.client in wanted]
 
     def urgent(self, in_flight):
-        wanted = self.stop_after.get(type(self).seen, [])
+        wanted = self.stop_after.get(self.seen, [])
         return [f.client for f in in_flight if f.client in wanted]
 
 
 def scripted(multicast=None, stop=None) -> Scripted:
     kind = type("Script", (Scripted,), {})
-    kind.multicast_after, kind.stop_after, kind.seen = multicast or {}, stop or {}, 0
+    kind.multicast_after, kind.stop_after = multicast or {}, stop or {}
     return kind(rho=0)
 
 
@@ -451,12 +455,12 @@ class Anchored(Scripted):
     """Sends an anchor of its own with every model."""
 
     def vectors_for(self, client):
-        return {"anchor": torch.full_like(self.model_for(client), float(type(self).seen))}
+        return {"anchor": torch.full_like(self.model_for(client), float(self.seen))}
 
 
 def test_a_multicast_brings_its_own_anchor(small):
     recorder = Recorder(small)
-    kind = type("Script", (Anchored,), {"multicast_after": {1: [1]}, "seen": 0})
+    kind = type("Script", (Anchored,), {"multicast_after": {1: [1]}})
     devices = fixed(3, 20, 100, 100, 100, 100, 100, 100)
     simulator, log = make(small, kind(rho=0.5), devices=devices, slots=8, backend=recorder)
     simulator.run(7)  # client 0 six times, then client 1

@@ -265,7 +265,7 @@ class RunConfig(BaseModel):
         return Parts(personal, frozen, self.buffers)
 
 
-EXECUTION = ("workers",)  # what has no influence on any result
+EXECUTION = ("workers", "backend")  # what has no influence on any result
 # What may change when a run is resumed: how long it is, what is verified on the way, and where its
 # data are (which are known by their digest).
 RESUMABLE = (*EXECUTION, *("rounds", "versions", "messages", "until", "check", "data_dir"))
