@@ -1,7 +1,11 @@
 """A module as one flat vector, and back."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -181,3 +185,167 @@ def test_a_shared_buffer_of_another_type_is_an_error_but_may_stay_at_home():
     with pytest.raises(PolytempoError, match="one type"):
         Layout(module, Parts(buffers="share"))
     assert Layout(module, Parts(buffers="reset")).size == 6
+
+
+# -- shared, personal, frozen ---------------------------------------------------------------------
+
+
+def deep() -> nn.Module:
+    """Two linear layers, one convolution and two norms: one that scales, one that does not."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        layers = {
+            "conv": nn.Conv1d(1, 2, 3, padding=1),  # 6 + 2
+            "norm": nn.BatchNorm1d(2),  # 2 + 2, statistics 2 + 2
+            "flat": nn.Flatten(),
+            "body": nn.Linear(8, 5),  # 40 + 5
+            "bare": nn.BatchNorm1d(5, affine=False),  # statistics 5 + 5
+            "head": nn.Linear(5, 3),  # 15 + 3
+        }
+        return nn.Sequential(OrderedDict(layers))
+
+
+def sequences(rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, 1, 4, generator=torch.Generator().manual_seed(0))
+
+
+WHOLE = 6 + 2 + 2 + 2 + 40 + 5 + 15 + 3 + 2 * 2 + 2 * 5
+
+
+@pytest.mark.parametrize(
+    ("parts", "own", "fixed"),
+    [
+        (Parts(), 0, 0),
+        (Parts(["head"]), 18, 0),
+        (Parts(["norm"]), 2 + 2 + 4 + 10, 0),
+        (Parts(["body"]), WHOLE - 18, 0),
+        (Parts(["conv.*"]), 8, 0),
+        (Parts(["*.bias"]), 2 + 2 + 5 + 3, 0),
+        (Parts(["norm.weight", "head"]), 2 + 18, 0),
+        (Parts(["head.weight", "*.running_mean"]), 15 + 7, 0),
+        (Parts(frozen=["conv.*"]), 0, 8),
+        (Parts(frozen=["norm"]), 0, 4 + 4 + 10),
+        (Parts(frozen=["norm.weight", "norm.bias"]), 0, 4 + 4),  # and its statistics
+        (Parts(["body.*", "head"], ["head.bias"]), 45 + 15, 3),  # what both name is frozen
+    ],
+    ids=str,
+)
+def test_what_travels_what_stays_and_what_is_nowhere(parts, own, fixed):
+    layout = Layout(deep(), parts)
+    assert (layout.size, layout.personal) == (WHOLE - own - fixed, own)
+    assert len(layout.vector) == WHOLE - fixed
+    assert len(layout.read()) == layout.size and len(layout.initial_personal) == own
+    assert layout.trainable == sum(p.numel() for p in layout.module.parameters() if p.requires_grad)
+
+
+def test_the_vectors_are_in_the_order_of_the_module():
+    layout, left_alone = Layout(deep(), Parts(["conv.*", "norm"])), dict(deep().named_parameters())
+    shared = [left_alone[f"{name}.{kind}"] for name in ("body", "head") for kind in WEIGHTS]
+    own = [left_alone[f"{name}.{kind}"] for name in ("conv", "norm") for kind in WEIGHTS]
+    statistics = [torch.zeros(2), torch.ones(2), torch.zeros(5), torch.ones(5)]
+    assert torch.equal(layout.read(), torch.cat([t.detach().flatten() for t in shared]))
+    expected = torch.cat([t.detach().flatten() for t in (*own, *statistics)])
+    assert torch.equal(layout.initial_personal, expected)
+
+
+def test_a_model_is_the_shared_part_with_the_clients_own():
+    layout = Layout(deep(), Parts(["head"]))
+    shared = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
+    shared[-4 - 10 :].abs_()  # statistics: variances are not negative
+    outputs = []
+    for own in (torch.zeros(18), torch.arange(18.0)):
+        layout.load(shared, own)
+        assert torch.equal(layout.module.head.weight.flatten(), own[:15])
+        assert torch.equal(layout.module.head.bias, own[15:])
+        assert torch.equal(layout.module.conv.weight.flatten(), shared[:6])
+        assert torch.equal(layout.read(), shared)
+        outputs.append(layout.module.eval()(sequences()))
+    assert not outputs[0].any() and outputs[1].any()
+    with pytest.raises(AssertionError, match="personal part is missing"):
+        layout.load(shared)
+
+
+NAMES = [name for name, _ in (*deep().named_parameters(), *deep().named_buffers())]
+WEIGHTS = ("weight", "bias")
+
+
+@given(
+    personal=st.sets(st.sampled_from([*NAMES, "head", "norm"])),
+    frozen=st.sets(st.sampled_from([*NAMES, "norm"])),
+    buffers=st.sampled_from(["share", "reset"]),
+    seed=st.integers(0, 10**6),
+)
+def test_join_and_split_are_opposites_and_no_number_is_in_two_places(
+    personal, frozen, buffers, seed
+):
+    try:
+        layout = Layout(deep(), Parts(sorted(personal), sorted(frozen), buffers))
+    except PolytempoError:
+        assume(False)
+    draw = torch.Generator().manual_seed(seed)
+    shared, own = (torch.randn(size, generator=draw) for size in (layout.size, layout.personal))
+    whole = layout.join(shared, own)
+    assert sorted(whole.tolist()) == sorted([*shared.tolist(), *own.tolist()])
+    for found, expected in zip(layout.split(whole), (shared, own), strict=True):
+        assert torch.equal(found, expected)
+    layout.load(shared, own)
+    held = torch.cat([p.detach().flatten() for p in layout.module.parameters() if p.requires_grad])
+    assert sorted(held.tolist()) == sorted(layout.vector[: layout.trainable].tolist())
+    for parameter, place in layout.trained:
+        assert torch.equal(parameter.detach().flatten(), layout.vector[place])
+        assert parameter.grad.data_ptr() == layout.grad[place].data_ptr()
+
+
+def test_a_frozen_norm_keeps_its_statistics_and_scales_in_training():
+    layout = Layout(deep(), Parts(frozen=["norm"]))
+    before = {k: v.clone() for k, v in layout.module.state_dict().items() if "conv" not in k}
+    layout.train()
+    assert layout.module.training and layout.module.head.training
+    output = layout.module(sequences())
+    output.square().sum().backward()
+    for name in ("norm", "bare"):
+        for key, value in layout.module.get_submodule(name).state_dict().items():
+            assert torch.equal(value, before[f"{name}.{key}"])
+    # with their running statistics, not with those of the batch
+    assert torch.equal(output, layout.module.eval()(sequences()))
+    assert layout.grad.any()
+
+
+def test_a_norm_that_the_module_does_not_train_is_frozen_with_its_statistics():
+    module = deep()
+    module.norm.requires_grad_(False)
+    layout = Layout(module)
+    assert layout.size == WHOLE - 4 - 4
+    layout.train()
+    assert not module.norm.training and module.bare.training
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (Parts(["hed"]), "--personal hed: Sequential has nothing of that name.*head"),
+        (Parts(["features.*"]), r"--personal features\.\*: .* nothing of that name"),
+        (Parts(frozen=["bodi.weight"]), "--freeze bodi.weight: .*body.weight"),
+        (Parts(["*"]), "--personal \\* leaves nothing to share.*standalone"),
+        (Parts(["head", "body"]), "--personal head,body leaves nothing to share"),
+        (Parts(["head"], ["body"]), "--personal head leaves nothing to share"),
+        (Parts(frozen=["*"]), "nothing to train"),
+    ],
+    ids=str,
+)
+def test_parts_that_make_no_sense_are_named(parts, message):
+    with pytest.raises(PolytempoError, match=message):
+        Layout(deep(), parts)
+
+
+def test_a_module_without_a_head_is_told_so():
+    with pytest.raises(PolytempoError, match="Conv1d has no linear layer, so it has no head"):
+        Layout(nn.Conv1d(1, 1, 1), Parts(["head"]))
+    with pytest.raises(PolytempoError, match="--personal norm: Linear has nothing of that name"):
+        Layout(nn.Linear(2, 2), Parts(["norm"]))
+
+
+def test_the_head_may_be_the_module_itself():
+    with pytest.raises(PolytempoError, match="leaves nothing to share"):
+        Layout(nn.Linear(2, 2), Parts(["head"]))
+    assert Layout(nn.Linear(2, 2), Parts(["bias"])).size == 4

@@ -467,8 +467,8 @@ def test_a_multicast_brings_its_own_anchor(small):
     assert [event["client"] for event in of_kind(log, "restart")] == [1]
     [job] = [job for job in recorder.jobs if job.client == 1]
     assert job.first_step > 0
-    assert set(job.anchor.tolist()) == {1.0}
-    assert set(recorder.jobs[0].anchor.tolist()) == {0.0}
+    assert set(job.vectors["anchor"].tolist()) == {1.0}
+    assert set(recorder.jobs[0].vectors["anchor"].tolist()) == {0.0}
 
 
 def test_a_multicast_brings_the_learning_rate_of_its_own_dispatch(small):
@@ -659,6 +659,21 @@ def test_a_request_right_after_a_multicast_still_leaves_a_step(small):
     simulator.run(8)
     [job] = [job for job in recorder.jobs if job.client == 1][:1]
     assert job.first_step == epoch
+    assert job.last_step == 2 * epoch
+
+
+def test_a_request_right_after_a_multicast_leaves_a_step_to_who_keeps_something_too(small):
+    """The new model is swapped in within the job then, and must not be lost by its end."""
+    recorder = Recorder(small)
+    task = replace(TASK, epochs=5, keep_optimizer=True)
+    epoch = task.batches(small.samples[1])
+    late = 10.0 / 5 - 0.5 * 10.0 / (5 * epoch)  # in the last step of the first of 5 epochs
+    strategy = scripted(multicast={1: [1]}, stop={2: [1]})
+    durations = fixed(late, 10, late + 0.01, 50, 50, 50, 50, 50)
+    simulator, _ = make(small, strategy, devices=durations, slots=8, backend=recorder, task=task)
+    simulator.run(8)
+    [job] = [job for job in recorder.jobs if job.client == 1][:1]
+    assert [swap.step for swap in job.swaps] == [epoch]
     assert job.last_step == 2 * epoch
 
 

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from polytempo import PolytempoError
+from polytempo.core.layout import Parts
+from polytempo.core.optimizer import Adam, Sgd
 from polytempo.experiments.config import RunConfig, make_config, read_config, write_config
 from polytempo.strategies import STRATEGIES
 
@@ -24,6 +26,8 @@ VALUES: dict[str, Any] = {
     "limit": 100,
     "model": "linear",
     "buffers": "reset",
+    "personal": "head",
+    "freeze": "features.*,norm",
     "rounds": 9,
     "until": 5.5,
     "versions": 7,
@@ -38,12 +42,16 @@ VALUES: dict[str, Any] = {
     "batch_size": 8,
     "lr": 0.5,
     "lr_schedule": "steps:at=[40,60],gamma=0.5",
+    "optimizer": "adamw:beta1=0.5",
     "momentum": 0.1,
     "weight_decay": 0.01,
+    "keep_optimizer": True,
     "eval_every": 4,
     "adapt_epochs": 0,
     "adapt_always": True,
+    "solver": "torch",
     "backend": "serial",
+    "device": "cuda:1",
     "workers": 2,
     "bank": "disk",
     "diagnose": 5,
@@ -91,7 +99,7 @@ def test_the_table_above_names_every_setting():
 @pytest.mark.parametrize("name", RunConfig.model_fields)
 def test_every_setting_is_an_option_and_a_key(name, resolved, tmp_path):
     wanted = make_config({name: VALUES[name]})
-    assert getattr(wanted, name) != getattr(RunConfig(), name)
+    assert wanted != RunConfig()
     assert resolved(*as_option(name, VALUES[name])) == wanted
     underscore = write(tmp_path / "a.toml", **{name: VALUES[name]})
     assert resolved("--config", underscore) == wanted
@@ -103,7 +111,28 @@ def test_options_win_over_the_file_and_the_file_over_defaults(resolved, tmp_path
     file = write(tmp_path / "my.toml", rounds=9, lr=0.5, strategy="fedavg")
     config = resolved("--config", file, "--rounds", 7, "--strategy", "fedbuff")
     assert (config.rounds, config.lr, config.strategy_table["name"]) == (7, 0.5, "fedbuff")
-    assert config.momentum == RunConfig().momentum
+    assert config.optimizer == RunConfig().optimizer
+
+
+def test_momentum_and_weight_decay_are_short_for_options_of_the_optimizer():
+    short = make_config({"momentum": 0.5, "weight_decay": 0.25})
+    assert short == make_config({"optimizer": "sgd:momentum=0.5,weight_decay=0.25"})
+    assert short.task().optimizer == Sgd(momentum=0.5, weight_decay=0.25)
+    adam = make_config({"optimizer": "adam:beta1=0.5", "weight_decay": 0.25})
+    assert adam.task().optimizer == Adam(beta1=0.5, weight_decay=0.25)
+    with pytest.raises(PolytempoError, match=r"adam: .*momentum"):
+        make_config({"optimizer": "adam", "momentum": 0.5})
+
+
+def test_parts_are_lists_of_names():
+    config = make_config({"personal": "head, norm,", "freeze": "features.*", "buffers": "reset"})
+    assert config.parts() == Parts(["head", "norm"], ["features.*"], "reset")
+    assert make_config({}).parts() == Parts([], [])
+
+
+def test_the_batched_backend_is_a_solver_now():
+    with pytest.raises(PolytempoError, match="use --solver dense"):
+        make_config({"backend": "batched"})
 
 
 def test_things_with_options_may_be_tables(resolved, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import polytempo
 from polytempo import Federation, simulate
 from polytempo.core.errors import PolytempoError
+from polytempo.core.optimizer import Sgd
 from polytempo.data import available
 from polytempo.experiments import compare, paper_specs, result, run
 from polytempo.experiments.config import read_config
@@ -207,7 +208,8 @@ def test_the_setting_is_that_of_section_v():
     for column in ("emnist/c10", "cifar10/dir0.1", "agnews/dir0.3"):
         found = experiment.config("pace", column, 0, False)
         assert (found.clients, found.slots, found.rounds, found.epochs) == (100, 10, 2000, 5)
-        assert (found.batch_size, found.momentum, found.weight_decay) == (64, 0.9, 1e-4)
+        assert found.batch_size == 64
+        assert found.task().optimizer == Sgd(momentum=0.9, weight_decay=1e-4)
         assert found.lr == 0.01
         assert found.devices == {"name": "two-speed", "slow": 0.3, "factor": 5.0} | found.devices
     assert experiment.config("pace", "uci_har/users", 0, False).lr == 0.001

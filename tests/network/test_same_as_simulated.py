@@ -12,10 +12,10 @@ from functools import partial
 import pytest
 import torch
 from nearby import free_ports, wait_until
+from polytempo.core.parameters import ParameterSpace
 from torch import nn
 
 from polytempo import Federation, Task
-from polytempo.core.parameters import ParameterSpace
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link

@@ -7,7 +7,6 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Task
 from polytempo.core.events import KINDS, as_dict
-from polytempo.core.layout import Layout
 from polytempo.core.optimizer import Sgd
 from polytempo.simulation import PeerSimulator
 from polytempo.simulation.checks import InvariantError, PeerChecker
@@ -15,7 +14,7 @@ from polytempo.simulation.devices import Equal, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
-from polytempo.training import Learner, Schedule
+from polytempo.training import AutogradSolver, Learner, Schedule
 
 TASK = Task(batch_size=8, lr=0.05, optimizer=Sgd(weight_decay=5e-4))
 
@@ -37,10 +36,8 @@ def simulation(fed, options="", rounds=160, **world):
 
 
 def alone(fed, client, schedule) -> Learner:
-    part = fed.train[client]
-    given = {"peer": client, "task": TASK, "schedule": schedule, "seed": 0}
-    space = Layout(module())
-    return Learner(space, fed.x[part], fed.y[part], prepare=fed.prepare, **given)
+    solver = AutogradSolver(module(), fed, 0)
+    return Learner(solver, peer=client, task=TASK, schedule=schedule)
 
 
 def of_kind(log, kind):

@@ -46,8 +46,8 @@ def answer(server, training, step):
     noise = torch.from_numpy(np.random.default_rng(step).normal(size=10)).float()
     base = torch.zeros(10) if dispatch.task.upload != "model" else dispatch.params
     beside = {
-        "basis": torch.eye(dispatch.task.basis, 6),
-        "choice": torch.tensor([[client % max(dispatch.task.choose, 1)]]),
+        "basis": torch.eye(dispatch.task.extras.get("basis", 0), 6),
+        "choice": torch.tensor([[client % 2]]),  # of two models or more
         "mask": torch.tensor([[0b10110111, 0b01000000]], dtype=torch.uint8),
     }
     extras = {key: beside[key] for key in dispatch.task.extras}

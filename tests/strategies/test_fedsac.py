@@ -51,7 +51,7 @@ def basis(k: int) -> torch.Tensor:
 
 
 def fold(strategy, client, k, tau=0):
-    extras = {"basis": basis(k)} if strategy.task(client).basis else {}
+    extras = {"basis": basis(k)} if "basis" in strategy.task(client).extras else {}
     update = Update(client, 0, upload(k), SAMPLES[client], extras)
     return strategy.fold(update, Staleness(tau, tau))
 

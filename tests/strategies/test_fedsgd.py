@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from linear_model import gradient, schedule
+from linear_model import gradient
 from torch import nn
 
 from polytempo import PolytempoError, Task

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from polytempo.core.parameters import ParameterSpace
 from torch import nn
 
 import polytempo as pt
 from polytempo import Federation, Task
-from polytempo.core.parameters import ParameterSpace
 from polytempo.core.task import Plain, Pull
 from polytempo.models import Inputs, build
 from polytempo.training import AutogradSolver, Backend, Job, Learner, Schedule

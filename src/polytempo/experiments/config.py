@@ -261,7 +261,9 @@ class RunConfig(BaseModel):
     def parts(self) -> Parts:
         """What of the model is not simply shared."""
         split = {name: (getattr(self, name) or "").split(",") for name in ("personal", "freeze")}
-        personal, frozen = ([word.strip() for word in words if word] for words in split.values())
+        personal, frozen = (
+            [word.strip() for word in words if word.strip()] for words in split.values()
+        )
         return Parts(personal, frozen, self.buffers)
 
 

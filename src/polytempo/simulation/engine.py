@@ -90,7 +90,8 @@ class Engine:
         self.adapt_always = adapt_always
         own = {PERSONAL: self.space.initial_personal} if self.space.personal else {}
         self.memory = ClientMemory(clients, own)
-        tensors = [place.stop - place.start for _, place in self.space.trained]
+        places = [place for _, place in self.space.trained]  # the shared ones come first
+        tensors = [p.stop - p.start for p in places if p.stop <= self.space.parameters]
         self.context = Context(
             self.space.read(), federation.samples, task or Task(), seed, storage, tensors
         )

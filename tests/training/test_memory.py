@@ -1,0 +1,59 @@
+"""What clients remember."""
+
+import torch
+
+from polytempo.storage import load_state, save_state
+from polytempo.training import ClientMemory
+
+
+def test_it_begins_alike_for_all_and_then_is_everybodys_own():
+    memory = ClientMemory(3, {"personal": torch.arange(4.0)})
+    assert [memory.get(k)["personal"].tolist() for k in range(3)] == [[0, 1, 2, 3]] * 3
+    memory.set(1, {"personal": torch.ones(4), "momentum": torch.full((2,), 5.0)})
+    assert memory.get(1)["personal"].tolist() == [1, 1, 1, 1]
+    assert memory.get(2)["personal"].tolist() == [0, 1, 2, 3]
+    assert memory.get(2)["momentum"].tolist() == [0, 0]  # nobody knew of it before
+    assert memory.vector("momentum", 1).tolist() == [5, 5]
+
+
+def test_what_goes_in_and_comes_out_is_a_copy():
+    memory, own = ClientMemory(2, {}), torch.ones(3)
+    memory.set(0, {"own": own})
+    own.zero_()
+    memory.get(0)["own"].fill_(7)
+    memory.vector("own", 0).fill_(7)
+    assert memory.get(0)["own"].tolist() == [1, 1, 1]
+
+
+def test_clients_that_never_trained_take_no_memory():
+    memory = ClientMemory(10_000, {"personal": torch.zeros(1_000)})
+    memory.set(3, {"personal": torch.ones(1_000)})
+    stored = sum(
+        value.nbytes
+        for value in memory.state_dict()["personal"].values()
+        if isinstance(value, torch.Tensor)
+    )
+    assert stored < 100 * 4_000  # of 10,000 rows
+
+
+def test_the_revision_of_a_client_changes_with_its_memory_and_with_no_others():
+    memory = ClientMemory(3, {"personal": torch.zeros(2)})
+    before = [memory.revision(k) for k in range(3)]
+    memory.set(1, {"personal": torch.ones(2)})
+    after = [memory.revision(k) for k in range(3)]
+    assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
+    memory.set(1, {"momentum": torch.ones(2)})
+    assert memory.revision(1) != after[1]
+
+
+def test_it_comes_back_from_a_file(tmp_path):
+    memory = ClientMemory(4, {"personal": torch.arange(3.0)})
+    memory.set(2, {"personal": torch.ones(3), "count": torch.tensor([7.0])})
+    save_state(tmp_path / "memory", memory.state_dict())
+    again = ClientMemory(4, {"personal": torch.arange(3.0)})
+    again.set(0, {"personal": torch.full((3,), 9.0)})  # what it held is replaced
+    again.load_state_dict(load_state(tmp_path / "memory"))
+    for client in range(4):
+        found, expected = again.get(client), memory.get(client)
+        assert found.keys() == expected.keys() == {"personal", "count"}
+        assert all(torch.equal(found[name], expected[name]) for name in found)
