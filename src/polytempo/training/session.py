@@ -143,6 +143,11 @@ class Session:
         end = self.samples if position == per_epoch - 1 else start + size
         return self._order[1][start:end]
 
+    def stop(self) -> None:
+        """The epoch in progress is the last (an urgent request)."""
+        epoch = self.task.batches(self.samples)
+        self.last = min(self.last, (self.step // epoch + 1) * epoch)
+
     def advance(self, steps: int | None = None) -> int:
         """Take so many steps, or all that are left; returns how many were taken."""
         begin = self.step
