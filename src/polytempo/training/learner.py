@@ -70,25 +70,22 @@ class Learner:
 
     def steps(self, count: int) -> int:
         """Train for so many iterations, or for those that are left; returns how many."""
-        count = max(0, min(count, self.schedule.target - self.iteration))
-        for _ in range(count):
-            rate = self.task.lr * self.schedule.factor(self.iteration)
-            job = Job(
-                self.peer,
-                self.params,
-                replace(self.task, lr=rate),
-                ("peer", self.peer),
-                first_step=self.iteration,
-                last_step=self.iteration + 1,
-                memory=self.memory,
-            )
-            [(self.params, _, self.memory)] = self.solver.carry_out([job])
-            self.iteration += 1
-        if not bool(torch.isfinite(self.params).all()):
+        last = max(self.iteration, min(self.iteration + count, self.schedule.target))
+        step, params, memory = self.iteration, self.params, self.memory
+        while step < last:  # a session for each learning rate
+            factor = self.schedule.factor(step)
+            end = next((k for k in range(step, last) if self.schedule.factor(k) != factor), last)
+            task, stream = replace(self.task, lr=self.task.lr * factor), ("peer", self.peer)
+            job = Job(self.peer, params, task, stream, step, end, memory=memory)
+            [(params, _, memory)] = self.solver.carry_out([job])
+            step = end
+        if not bool(torch.isfinite(params).all()):
             raise Diverged(
-                f"peer {self.peer}: its model is NaN or infinite after iteration {self.iteration}; "
+                f"peer {self.peer}: its model is NaN or infinite after iteration {last}; "
                 "lower the learning rate"
             )
+        count = last - self.iteration
+        self.params, self.memory, self.iteration = params, memory, last
         return count
 
     def fuse(self, params: Tensor) -> None:
