@@ -8,10 +8,11 @@ from torch import nn
 
 from polytempo import Federation, PolytempoError, Task
 from polytempo.core.errors import Diverged
+from polytempo.core.layout import Parts
 from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.storage import load_state, save_state
-from polytempo.training import AutogradSolver, Learner, Schedule, Solver
+from polytempo.training import PERSONAL, AutogradSolver, Learner, Schedule, Solver
 
 SEED = 3
 TASK = Task(batch_size=5, lr=0.1, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
@@ -66,6 +67,18 @@ def test_it_trains_as_torch_does_with_a_stepped_learning_rate(small):
     assert (one.iteration, one.progress) == (17, 17 / 20)
 
 
+def test_steps_of_one_learning_rate_are_one_session(small, monkeypatch):
+    """The samples of a peer are made ready once, not once for each step."""
+    one, jobs = learner(small), []
+    carry_out = one.solver.carry_out
+    monkeypatch.setattr(
+        one.solver, "carry_out", lambda found: jobs.extend(found) or carry_out(found)
+    )
+    one.steps(17)
+    assert [(job.first_step, job.last_step) for job in jobs] == [(0, 10), (10, 15), (15, 17)]
+    assert [job.task.lr for job in jobs] == pytest.approx([0.1, 0.01, 0.001])
+
+
 def test_a_fusion_replaces_the_weights_and_keeps_momentum_and_schedule(small):
     other = textbook(small, 5, 3, 20)
     one = learner(small)
@@ -73,6 +86,28 @@ def test_a_fusion_replaces_the_weights_and_keeps_momentum_and_schedule(small):
     one.fuse(other)
     one.steps(8)
     torch.testing.assert_close(one.params, textbook(small, 2, 16, 20, {8: other}))
+
+
+def test_a_peer_keeps_a_part_of_its_own(small):
+    """What others send moves the body; the head goes on, and is what it is tested with."""
+    solver = AutogradSolver(network(), small, SEED, Parts(["head"]))
+    one = learner(small, solver=solver)
+    assert len(one.params) == 12 * 9 + 9
+    one.steps(8)
+    whole = textbook(small, 2, 8, 20)
+    torch.testing.assert_close(torch.cat([one.params, one.memory[PERSONAL]]), whole)
+    other = textbook(small, 5, 3, 20)[:117]
+    one.fuse(other)
+    one.steps(8)
+    mixed = torch.cat([other, whole[117:]])
+    expected = textbook(small, 2, 16, 20, {8: mixed})
+    found = torch.cat([one.params, one.memory[PERSONAL]])
+    torch.testing.assert_close(found, expected)
+    model = network()
+    nn.utils.vector_to_parameters(found, model.parameters())
+    x, y = small.x[small.test[4]].double(), small.y[small.test[4]]
+    loss = float(nn.functional.cross_entropy(model(x), y, reduction="sum"))
+    assert one.evaluate([4])[0].loss == pytest.approx(loss)
 
 
 def test_the_target_ends_it(small):
@@ -138,6 +173,8 @@ def test_divergence_and_strange_models_are_named(small):
     wild = learner(small, task=Task(batch_size=5, lr=1e200))
     with pytest.raises(Diverged, match=r"peer 2: .* after iteration 5; lower the learning rate"):
         wild.steps(5)
+    assert wild.iteration == 0 and wild.memory == {}  # what was good is still there
+    assert bool(wild.params.isfinite().all())
     with pytest.raises(PolytempoError, match="157 numbers and was given one of 3"):
         learner(small).fuse(torch.zeros(3))
     with pytest.raises(PolytempoError, match="peer 0 has no sample"):
