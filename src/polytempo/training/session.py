@@ -65,12 +65,14 @@ class Session:
 
     # -- beginning ---------------------------------------------------------------------------------
 
-    def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float) -> None:
-        """Go on from this model, at this learning rate. What is the client's own stays."""
+    def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float | None = None) -> None:
+        """Go on from this model, at this learning rate (None: as before). What is the client's own
+        stays."""
         own = self.solver.space.split(self.vector)[1]
         if len(own):
             self.memory[PERSONAL] = own
-        self.task = replace(self.task, lr=lr)
+        if lr is not None:
+            self.task = replace(self.task, lr=lr)
         self._receive(params, vectors)
 
     def _receive(self, params: Tensor, vectors: Mapping[str, Tensor]) -> None:
