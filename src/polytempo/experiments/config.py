@@ -85,7 +85,7 @@ class RunConfig(BaseModel):
     problem: Spec | None = Field(
         None,
         description="what is learned: classification, multilabel, regression, next-token, or "
-        "own:criterion=module:function (what the data are for)",
+        "own:criterion=... (what the data are for)",
     )
     buffers: BufferPolicy = Field(
         "share",
