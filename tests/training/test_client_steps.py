@@ -16,6 +16,7 @@ from polytempo.core.optimizer import AdamW, Sgd
 from polytempo.core.task import TASKS
 from polytempo.training import Backend, Job, Outcome, make_backend
 from polytempo.training.jobs import Swap
+from polytempo.training.solvers.dense import DenseSolver
 
 SEED = 5
 COMBINATIONS = {
@@ -226,3 +227,23 @@ def test_it_travels_by_its_name(registered):
     task = replace(TASK, client_steps=(Visits(still=9), Mask(0.5)))
     assert TASKS.create(TASKS.describe(task)) == task
     assert Task(client_steps=["visits:still=9"]).client_steps == (Visits(still=9),)
+
+
+def test_who_is_masked_does_not_change_how_others_are_trained(registered):
+    """Clients of few samples are trained in dual form, in which nothing can be masked."""
+    data = "synthetic:groups=2,kind=permutation,samples=24,features=200,classes=4"
+    wide = Federation.load(data, clients=8, seed=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        solver = DenseSolver(nn.Sequential(nn.Linear(200, 4)), wide, SEED)
+    task = replace(TASK, epochs=9, client_steps=(Visits(),))
+    start = solver.space.read()
+    jobs = [Job(client, start, task, ("client", client)) for client in range(8)]
+    kinds = [solver.kind(job) for job in jobs]
+    jobs = [job for job, kind in zip(jobs, kinds, strict=True) if kind == kinds[0]]
+    assert len({wide.samples[job.client] % 2 for job in jobs}) == 2
+    assert all(solver._dual(job) for job in jobs)
+    together = solver.carry_out(jobs)
+    for job, found in zip(jobs, together, strict=True):
+        [alone] = solver.carry_out([job])
+        assert torch.equal(found.upload, alone.upload)

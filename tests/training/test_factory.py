@@ -96,5 +96,5 @@ def test_devices_are_found_or_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert find_device("auto") == "cpu"
-    with pytest.raises(PolytempoError, match="device 'warp' cannot be used here.*cpu, cuda"):
+    with pytest.raises(PolytempoError, match=r"device 'warp' cannot be used here.*cpu, cuda"):
         find_device("warp")

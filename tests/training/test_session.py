@@ -338,3 +338,21 @@ def test_frozen_numbers_are_those_of_the_module_and_are_not_trained(small):
     )
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]) == (not name.startswith("head"))
+
+
+def test_an_urgent_request_makes_the_epoch_in_progress_the_last(small):
+    trainer = AutogradSolver(network(), small, SEED)
+    task = Task(epochs=4, batch_size=4)
+    whole = Job(0, trainer.space.read(), task, STREAM)
+    epoch = task.batches(small.samples[0])
+    for done in (1, epoch - 1, epoch):
+        session = trainer.begin(whole)
+        session.advance(done)
+        session.stop()
+        session.advance()
+        ended = epoch if done < epoch else 2 * epoch
+        assert session.step == ended and session.finished
+        [expected] = trainer.carry_out([replace(whole, last_step=ended)])
+        assert torch.equal(session.finish().upload, expected.upload)
+    session.stop()
+    assert session.last == ended  # it has ended already

@@ -76,7 +76,7 @@ def make_backend(
 def _solver(
     module: nn.Module, problem: Problem, parts: Parts, name: SolverName, device: str
 ) -> type[AutogradSolver]:
-    fits = DenseSolver.fits(module, problem, parts) and device == "cpu"
+    fits = DenseSolver.fits(module, parts, problem) and device == "cpu"
     if name == "dense" and not fits:
         raise PolytempoError(
             "solver dense trains stacks of fully connected layers with ReLU (mlp, linear), nothing "

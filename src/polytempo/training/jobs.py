@@ -17,12 +17,12 @@ PERSONAL = "personal"  # the name of a client's own part of the model in its mem
 
 class Swap(NamedTuple):
     """A model that reaches a client in training (a multicast): after `step` steps it goes on with
-    this one, at the learning rate that came with it."""
+    this one, at the learning rate that came with it (None: as before)."""
 
     step: int
     params: Tensor
     vectors: Vectors
-    lr: float
+    lr: float | None = None
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,13 @@ class Learner:
 
     def take(self, outcome: Outcome, steps: int) -> None:
         """The job of so many steps is done."""
-        self.params, self.memory = outcome.upload, outcome.memory
-        self.iteration += steps
-        if not bool(torch.isfinite(self.params).all()):
+        last = self.iteration + steps
+        if not bool(torch.isfinite(outcome.upload).all()):
             raise Diverged(
-                f"peer {self.client}: its model is NaN or infinite after iteration "
-                f"{self.iteration}; lower the learning rate"
+                f"peer {self.client}: its model is NaN or infinite after iteration {last}; "
+                "lower the learning rate"
             )
+        self.params, self.memory, self.iteration = outcome.upload, outcome.memory, last
 
     def steps(self, count: int) -> None:
         """Train for so many steps, here and now."""

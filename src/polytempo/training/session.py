@@ -65,12 +65,14 @@ class Session:
 
     # -- beginning ---------------------------------------------------------------------------------
 
-    def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float) -> None:
-        """Go on from this model, at this learning rate. What is the client's own stays."""
+    def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float | None = None) -> None:
+        """Go on from this model, at this learning rate (None: as before). What is the client's own
+        stays."""
         own = self.solver.space.split(self.vector)[1]
         if len(own):
             self.memory[PERSONAL] = own
-        self.task = replace(self.task, lr=lr)
+        if lr is not None:
+            self.task = replace(self.task, lr=lr)
         self._receive(params, vectors)
 
     def _receive(self, params: Tensor, vectors: Mapping[str, Tensor]) -> None:
@@ -142,6 +144,11 @@ class Session:
         start = position * size
         end = self.samples if position == per_epoch - 1 else start + size
         return self._order[1][start:end]
+
+    def stop(self) -> None:
+        """The epoch in progress is the last (an urgent request)."""
+        epoch = self.task.batches(self.samples)
+        self.last = min(self.last, (self.step // epoch + 1) * epoch)
 
     def advance(self, steps: int | None = None) -> int:
         """Take so many steps, or all that are left; returns how many were taken."""

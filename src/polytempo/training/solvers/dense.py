@@ -42,6 +42,7 @@ from polytempo.training.solvers.autograd import AutogradSolver
 _TOGETHER = 2**21  # parameters of all models that are trained in one go, if there are several
 _MOST = 16  # models that are
 _KEPT = 2**27  # bytes of products of samples that are remembered
+_CLASSIFICATION = Classification()
 
 
 class StackLayout:
@@ -91,7 +92,9 @@ class DenseSolver(AutogradSolver):
         self._grams: OrderedDict[int, Tensor] = OrderedDict()
 
     @staticmethod
-    def fits(module: nn.Module, problem: Problem, parts: Parts = ALL_SHARED) -> bool:
+    def fits(
+        module: nn.Module, parts: Parts = ALL_SHARED, problem: Problem = _CLASSIFICATION
+    ) -> bool:
         """Whether this is a stack that can be trained here, all of it."""
         trained = not parts.frozen and all(p.requires_grad for p in module.parameters())
         return type(problem) is Classification and trained and bool(_widths(module))
