@@ -76,8 +76,8 @@ def test_plain_training_descends_as_ours_does(federation):
     torch.manual_seed(0)
     plain = PlainLoop(nn.Linear(12, 10), federation, lr=0.05)
     trainer = AutogradSolver(nn.Linear(12, 10), federation, 0)
-    before = trainer.evaluate(Exam(plain.initial, [0]))[0].loss
-    after = trainer.evaluate(Exam(plain.train(0), [0]))[0].loss
+    before = trainer.evaluate(Exam(plain.initial, [0]))[0].sums["loss"]
+    after = trainer.evaluate(Exam(plain.train(0), [0]))[0].sums["loss"]
     assert after < 0.8 * before
 
 

@@ -299,7 +299,7 @@ def test_join_and_split_are_opposites_and_no_number_is_in_two_places(
 def test_a_frozen_norm_keeps_its_statistics_and_scales_in_training():
     layout = Layout(deep(), Parts(frozen=["norm"]))
     before = {k: v.clone() for k, v in layout.module.state_dict().items() if "conv" not in k}
-    layout.train()
+    layout.train(batch=6)
     assert layout.module.training and layout.module.head.training
     output = layout.module(sequences())
     output.square().sum().backward()
@@ -316,7 +316,7 @@ def test_a_norm_that_the_module_does_not_train_is_frozen_with_its_statistics():
     module.norm.requires_grad_(False)
     layout = Layout(module)
     assert layout.size == WHOLE - 4 - 4
-    layout.train()
+    layout.train(batch=6)
     assert not module.norm.training and module.bare.training
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scipy.stats import chisquare
 
+from polytempo.core.client_steps import Basis
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.messages import Dispatch, Staleness, Stop, Update
 from polytempo.core.rng import rng
@@ -207,7 +208,7 @@ def test_an_update_is_held_to_the_task_of_its_dispatch_not_of_now():
         """Asks for a basis from the second update on."""
 
         def task(self, client: int) -> Task:
-            return Task(basis=2 if self.folded else 0)
+            return Task(client_steps=(Basis(2),) if self.folded else ())
 
     server, sent = begin(2, Changing(), refill="same")
     [asked] = server.receive(answer(sent[0]))

@@ -79,13 +79,13 @@ def test_a_newcomer_counts_from_when_it_joins(fed):
     new = [row["accuracy_newcomers"] for row in simulator.history]
     rounds = [row["round"] for row in simulator.history]
     assert [value is None for value in new] == [r < 12 for r in rounds]
-    each = [score.correct / score.total for score in simulator._evaluate(range(CLIENTS))]
+    each = [s.sums["correct"] / s.total for s in simulator._evaluate(range(CLIENTS))]
     last = simulator.history[-1]
     assert last["accuracy"] == pytest.approx(sum(each) / CLIENTS)
     assert last["accuracy_newcomers"] == pytest.approx(sum(each[c] for c in simulator.late) / 2)
     old = [c for c in range(CLIENTS) if c not in simulator.late]
     fresh, _ = world(fed, "standalone", "join:round=12,share=0.25")
-    untrained = [s.correct / s.total for s in fresh._evaluate(range(CLIENTS))]
+    untrained = [s.sums["correct"] / s.total for s in fresh._evaluate(range(CLIENTS))]
     expected = sum(untrained[c] for c in old) / len(old)
     assert simulator.history[0]["accuracy"] == pytest.approx(expected)
 

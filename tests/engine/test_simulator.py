@@ -29,7 +29,7 @@ from polytempo.strategies import (
     Standalone,
 )
 from polytempo.strategies.gradients import GradientStrategy
-from polytempo.training import AutogradSolver, Backend, Job
+from polytempo.training import AutogradSolver, Backend, Exam, Job
 from solving import upload_of
 
 TASK = Task(epochs=2, batch_size=4, lr=0.05)
@@ -511,16 +511,17 @@ def test_what_is_evaluated_and_adapted_is_what_is_served(small):
     assert torch.equal(plain.strategy.model_for(0), other.strategy.model_for(0))
     uploads, others = of_kind(log, "upload"), of_kind(events, "upload")
     assert [(e["time"], e["client"]) for e in uploads] == [(e["time"], e["client"]) for e in others]
-    [scores] = other.backend.evaluate([(other.strategy.mean, range(8))])
-    correct = sum(score.correct / score.total for score in scores) / 8
+    everybody = list(range(8))
+    [scores] = other.backend.evaluate([Exam(other.strategy.mean, everybody)])
+    correct = sum(score.sums["correct"] / score.total for score in scores) / 8
     assert other.history[-1]["accuracy"] == pytest.approx(correct)
-    [trained] = other.backend.evaluate([(other.strategy.model_for(0), range(8))])
-    assert [s.loss for s in trained] != [s.loss for s in scores]
+    [trained] = other.backend.evaluate([Exam(other.strategy.model_for(0), everybody)])
+    assert [s.sums["loss"] for s in trained] != [s.sums["loss"] for s in scores]
     assert other.history[-1]["loss"] != plain.history[-1]["loss"]
     assert other.history[-1]["accuracy_adapted"] is not None
     jobs = []
-    train = other.backend.train
-    other.backend.train = lambda job: jobs.append(job) or train(job)
+    carry_out = other.backend.carry_out
+    other.backend.carry_out = lambda job: jobs.append(job) or carry_out(job)
     other.adapted()
     assert all(job.params is other.strategy.mean for job in jobs) and len(jobs) == 8
 
@@ -529,10 +530,11 @@ def test_adaptation_keeps_the_learning_rate_that_was_set(small):
     schedule = SCHEDULES.create("exponential:gamma=0.5,every=1")
     simulator, _ = make(small, FedAsync(), schedule=schedule, adapt_epochs=1)
     jobs = []
-    train = simulator.backend.train
-    simulator.backend.train = lambda job: jobs.append(job) or train(job)
+    carry_out = simulator.backend.carry_out
+    simulator.backend.carry_out = lambda job: jobs.append(job) or carry_out(job)
     simulator.run(5)
-    assert len(jobs) == 8 and {job.task.lr for job in jobs} == {TASK.lr}
+    adapted = [job for job in jobs if job.stream[0] == "adapt"]
+    assert len(adapted) == 8 and {job.task.lr for job in adapted} == {TASK.lr}
 
 
 @pytest.mark.parametrize(

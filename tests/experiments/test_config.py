@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "shift": "noise",
     "test_fraction": 0.5,
     "limit": 100,
+    "problem": "classification",
     "model": "linear",
     "buffers": "reset",
     "personal": "head",

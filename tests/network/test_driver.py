@@ -8,32 +8,33 @@ import torch
 from nearby import free_ports, wait_until
 from torch import nn
 
-from polytempo.core.layout import Layout
+from polytempo import Federation
+from polytempo.core.schedule import Steps
 from polytempo.core.task import Task
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.nodes import DECISIONS, FUSIONS, Stop
-from polytempo.training import Learner, Schedule
+from polytempo.training import AutogradSolver, Learner
 
 
 def driver(folder, name, address, target=60, decision="never", watch=lambda event: None, **plan):
     torch.manual_seed(0)
-    space = Layout(nn.Linear(4, 3))
     draws = torch.Generator().manual_seed(len(name))
     x, y = torch.randn(40, 4, generator=draws), torch.randint(3, (40,), generator=draws)
-    learner = Learner(
-        space, x, y, peer=0, task=Task(batch_size=8, lr=0.1), schedule=Schedule(target), seed=1
-    )
+    solver = AutogradSolver(nn.Linear(4, 3), Federation.from_arrays([(x, y, x, y)], classes=3), 1)
+    schedule = Steps((max(1, target // 2), max(1, target * 3 // 4)))
+    learner = Learner(solver, 0, Task(batch_size=8, lr=0.1, schedule=schedule))
     chosen = PeerPlan(
         run="test",
         peers=2,
         decision=DECISIONS.create(decision),
         fusion=FUSIONS.create("progress"),
+        target=target,
         **plan,
     )
-    evaluate = lambda learner: learner.evaluate(x, y).correct / len(y)  # noqa: E731
+    evaluate = lambda learner: learner.evaluate([0])[0].sums["correct"] / len(y)  # noqa: E731
     join = partial(Link, address=address)
     return Driver(learner, chosen, join, Folder(folder, name, watch), evaluate, {"seed": 1})
 
@@ -58,7 +59,8 @@ def test_an_interrupted_peer_goes_on_bit_for_bit(tmp_path, addresses):
     done = second.run()
     assert done["complete"] and done["iterations"] == done["target"] == 60
     assert torch.equal(second.learner.params, whole.learner.params)
-    assert torch.equal(second.learner.momentum, whole.learner.momentum)
+    momentum = second.learner.memory["momentum"]
+    assert momentum.any() and torch.equal(momentum, whole.learner.memory["momentum"])
     assert second.history[0]["iteration"] == 0 and second.history[-1]["iteration"] == 60
     assert done["seconds"] > found["seconds"]
 

@@ -7,15 +7,18 @@ one before has led to is over.
 
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from nearby import free_ports, wait_until
-from polytempo.core.parameters import ParameterSpace
 from torch import nn
 
 from polytempo import Federation, Task
+from polytempo.core.events import Discard, Fuse
+from polytempo.core.events import Train as Trained
+from polytempo.core.optimizer import Sgd
 from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
@@ -46,9 +49,9 @@ from polytempo.nodes import (
 from polytempo.simulation import PeerSimulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.strategies import STRATEGIES
-from polytempo.training import Learner, Schedule
+from polytempo.training import AutogradSolver, Learner
 
-TASK = Task(batch_size=8, lr=0.05, weight_decay=5e-4)
+TASK = Task(batch_size=8, lr=0.05, optimizer=Sgd(weight_decay=5e-4))
 PEERS, STEPS, ROUNDS = 4, 3, 8
 
 
@@ -175,15 +178,14 @@ def simulated(federation, strategy):
     done, iterations, order = [], {}, []
 
     def look(event):
-        peer = event.get("client")
-        if event["event"] == "train":
-            iterations[peer] = event["iteration"]
-            order.append(peer)
-        if event["event"] in ("fuse", "discard"):
-            owner, _, ticket = event["ticket"].split(".")
-            what = {"fuse": "fused", "discard": "discarded"}[event["event"]]
-            about = (str(event["partner"]), owner, int(ticket))
-            done.append((what, str(peer), iterations[peer], *about))
+        if isinstance(event, Trained):
+            iterations[event.client] = event.iteration
+            order.append(event.client)
+        if isinstance(event, Fuse | Discard):
+            owner, _, ticket = event.ticket.split(".")
+            what = {"fuse": "fused", "discard": "discarded"}[event.kind]
+            about = (str(event.partner), owner, int(ticket))
+            done.append((what, str(event.client), iterations[event.client], *about))
 
     simulator.observers.append(look)
     simulator.run(PEERS * ROUNDS)
@@ -202,22 +204,15 @@ def deployed(federation, strategy, folder, order, join, settle=lambda: None):
             done.append((event["event"], event["peer"], event["iteration"], *about))
 
     def driver(number):
-        part = federation.train[number]
-        learner = Learner(
-            ParameterSpace(module()),
-            federation.x[part],
-            federation.y[part],
-            peer=number,
-            task=TASK,
-            schedule=Schedule(STEPS * ROUNDS),
-            seed=0,
-            prepare=federation.prepare,
-        )
+        target = STEPS * ROUNDS
+        task = replace(TASK, schedule=strategy.schedule(target))
+        learner = Learner(AutogradSolver(module(), federation, 0), number, task)
         plan = PeerPlan(
             run="test",
             peers=PEERS,
             decision=strategy.decision,
             fusion=strategy.fusion,
+            target=target,
             steps=STEPS,
             wait_for=PEERS - 1,
             wait_seconds=120,

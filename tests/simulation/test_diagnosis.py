@@ -19,7 +19,7 @@ from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Drop
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
-from polytempo.training import Backend, Outcome, Score
+from polytempo.training import Backend, Outcome, Score, problem_for
 
 CLIENTS, SIZE = 6, 4
 CENTRES = torch.from_numpy(np.random.default_rng(0).normal(size=(CLIENTS, SIZE))).float()
@@ -35,6 +35,7 @@ class Quadratic:
         module = nn.Linear(SIZE, 1, bias=False)
         nn.init.constant_(module.weight, 0.7)
         self.space = Layout(module)
+        self.problem = problem_for(federation())
         self.noise = noise
 
     def kind(self, job):
@@ -62,7 +63,7 @@ class Quadratic:
         return w - job.params if task.upload == "delta" else w
 
     def evaluate(self, exam):
-        return [Score(1, 2, 1.0) for _ in exam.clients]
+        return [Score({"total": 2, "loss": 1.0, "correct": 1}) for _ in exam.clients]
 
 
 def federation() -> pt.Federation:
@@ -207,8 +208,7 @@ def test_shadows_are_told_what_the_strategy_is_told(name):
     run.run(40)
     assert run.messages["dispatch"] > 50  # some were lost
     run.server.leave(next(iter(run.server.open)))
-    diagnosis = run.diagnosis
-    for shadow in diagnosis.shadows:
+    for shadow in diagnosis(run).shadows:
         for key in ("models", "controls"):
             if hasattr(shadow, key):
                 ours, theirs = getattr(run.strategy, key), getattr(shadow, key)
@@ -218,7 +218,7 @@ def test_shadows_are_told_what_the_strategy_is_told(name):
         for key in ("awaited", "started", "concurrency", "late", "asked"):
             if hasattr(shadow, key):
                 assert getattr(shadow, key) == getattr(run.strategy, key)
-    assert set(diagnosis.anchors) == set(run.server.open)
+    assert set(diagnosis(run).anchors) == set(run.server.open)
 
 
 def test_a_schedule_changes_where_a_gradient_leads():
@@ -230,8 +230,8 @@ def test_a_schedule_changes_where_a_gradient_leads():
     }
     run = simulator("fedasync:alpha=0.5,a=0", **options)
     uploads = []
-    run.observers.append(lambda event: uploads.append(event) if event["event"] == "upload" else 0)
+    run.observers.append(lambda event: uploads.append(event) if isinstance(event, Upload) else 0)
     run.run(30)
-    sent = [event["round"] - 1 - event["staleness"] for event in uploads]
-    steps = [row["step"] for row in run.diagnosis.rows]
+    sent = [event.round - 1 - event.staleness for event in uploads]
+    steps = [row["step"] for row in diagnosis(run).rows]
     assert steps == pytest.approx([0.5 * RATE * 0.9**number for number in sent])

@@ -1,20 +1,23 @@
 """Peers on a virtual clock: they train as they would alone, pair as their machines say, and the
 simulation adds nothing of its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from polytempo import Federation, PolytempoError, Task
-from polytempo.core.events import KINDS, as_dict
+from polytempo.core.events import KINDS, Discard, Fuse, Train, as_dict
 from polytempo.core.optimizer import Sgd
+from polytempo.core.schedule import Constant, Steps
 from polytempo.simulation import PeerSimulator
 from polytempo.simulation.checks import InvariantError, PeerChecker
 from polytempo.simulation.devices import Equal, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
-from polytempo.training import AutogradSolver, Learner, Schedule
+from polytempo.training import AutogradSolver, Learner
 
 TASK = Task(batch_size=8, lr=0.05, optimizer=Sgd(weight_decay=5e-4))
 
@@ -36,8 +39,7 @@ def simulation(fed, options="", rounds=160, **world):
 
 
 def alone(fed, client, schedule) -> Learner:
-    solver = AutogradSolver(module(), fed, 0)
-    return Learner(solver, peer=client, task=TASK, schedule=schedule)
+    return Learner(AutogradSolver(module(), fed, 0), client, replace(TASK, schedule=schedule))
 
 
 def of_kind(log, kind):
@@ -98,7 +100,7 @@ def test_never_is_local_training_to_the_bit(small):
     simulator, log = simulation(small, ",decision=never", devices=TwoSpeed(factor=3.0))
     simulator.run(160)
     for client in range(8):
-        learner = alone(small, client, Schedule(60))
+        learner = alone(small, client, Steps((30, 45), gamma=0.1))
         learner.steps(60)
         assert torch.equal(simulator.strategy.model_for(client), learner.params)
     assert simulator.sent == simulator.pairings == 0
@@ -155,7 +157,7 @@ def test_a_fusion_mixes_what_was_sent_into_the_weights_as_they_are(small):
     options = ",decision=always,fusion=naive,fusion.weight=0.25,milestones=[]"
     simulator, log = simulation(fed, options, rounds=8, devices=Equal(jitter=0.0))
     simulator.run(8)
-    pair = [alone(fed, client, Schedule(12, ())) for client in range(2)]
+    pair = [alone(fed, client, Constant()) for client in range(2)]
     sent: list[torch.Tensor] = []
     for number in range(4):
         for learner in pair:
@@ -174,12 +176,12 @@ def test_fast_peers_are_ahead_until_they_are_done(small):
     devices = TwoSpeed(slow=0.5, factor=4.0, jitter=0.0)
     simulator, log = simulation(small, devices=devices)
     simulator.run(90)
-    done = [learner.progress for learner in simulator.learners]
+    done = [learner.iteration for learner in simulator.learners]
     fast = [p for p, factor in zip(done, simulator.factors, strict=True) if factor == 1]
     slow = [p for p, factor in zip(done, simulator.factors, strict=True) if factor == 4]
     assert min(fast) > 2 * max(slow)
     simulator.run(10_000)
-    assert all(learner.finished for learner in simulator.learners)
+    assert all(learner.iteration == 60 for learner in simulator.learners)
     assert simulator.round == 160
     assert simulator.time == max(event["time"] for event in of_kind(log, "train"))
 
@@ -199,7 +201,7 @@ def test_who_leaves_is_forgotten_and_who_comes_back_goes_on(small, tmp_path):
     trace.write_text("client,time,available\n3,0.1,0\n3,0.4,1\n5,0,0\n5,0.3,1\n")
     simulator, log = simulation(small, ",decision=always", dropout=Trace(path=str(trace)))
     simulator.run(10_000)
-    assert all(learner.finished for learner in simulator.learners)
+    assert all(learner.iteration == 60 for learner in simulator.learners)
     assert simulator.incarnations == [1, 1, 1, 2, 1, 1, 1, 1]
     away = [e for e in log if e.get("client") == 3 and 0.1 < e["time"] < 0.4]
     assert [event["event"] for event in away] == []
@@ -210,7 +212,7 @@ def test_who_leaves_is_forgotten_and_who_comes_back_goes_on(small, tmp_path):
     assert len(left) == 2
     late = [e for e in events if e["time"] > 0.2 and e.get("client") in left]
     assert late == []
-    assert sum(learner.finished for learner in gone.learners) == 6
+    assert sum(learner.iteration == 60 for learner in gone.learners) == 6
     assert all(e["partner"] not in left for e in of_kind(events, "exchange") if "partner" in e)
 
 
@@ -222,12 +224,12 @@ def test_nobody_fuses_after_its_last_step(small, network):
     trained: dict[int, torch.Tensor] = {}
 
     def look(event):
-        if event["event"] == "train":
-            trained[event["client"]] = simulator.learners[event["client"]].params
-            if event["iteration"] == 60:
-                done.add(event["client"])
-        assert event["event"] != "fuse" or event["client"] not in done
-        assert event["event"] != "discard" or event["client"] in done
+        if isinstance(event, Train):
+            trained[event.client] = simulator.learners[event.client].params
+            if event.iteration == 60:
+                done.add(event.client)
+        assert not isinstance(event, Fuse) or event.client not in done
+        assert not isinstance(event, Discard) or event.client in done
 
     done: set[int] = set()
     simulator.observers.append(look)
@@ -262,7 +264,7 @@ def test_a_lost_model_harms_nobody_and_a_delay_takes_time(small):
     assert 5 < lossy.pairings < sent - 2 * lossy.pairings + 15
     taken = len(of_kind(log, "fuse")) + len(of_kind(log, "discard"))
     assert taken == 2 * lossy.pairings < sent
-    assert all(learner.finished for learner in lossy.learners)
+    assert all(learner.iteration == 60 for learner in lossy.learners)
     times = []
     for dropout in (None, Delay(probability=1.0, factor=3.0)):
         world = {"dropout": dropout, "devices": Equal(jitter=0.0)}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from linear_model import gradient
+from linear_model import gradient, schedule
 from torch import nn
 
 from polytempo import PolytempoError, Task
@@ -21,9 +21,9 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Linear(12, 4).double()
-    strategy, schedule = FedSGD(), Steps((9, 15), gamma=0.5)
+    strategy, decay = FedSGD(), Steps((9, 15), gamma=0.5)
     options = {"task": task, "slots": 3, "devices": TwoSpeed(), "adapt_epochs": 0}
-    simulator = Simulator(small, module, strategy, schedule=schedule, check=True, **options)
+    simulator = Simulator(small, module, strategy, schedule=decay, check=True, **options)
     log: list[dict] = []
     simulator.observers.append(lambda event: log.append(as_dict(event)))
     simulator.run(18)
