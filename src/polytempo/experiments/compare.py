@@ -71,7 +71,8 @@ class Comparison:
         """One row a strategy: mean and, over several seeds, spread."""
         metric, clustered = self.metric, known_of_clusters(self.results)
         if isinstance(self.target, float):
-            goal = f"s to {metric.text(self.target)}"
+            share, value = metric.text(self.target), f"{metric.name} {self.target:g}"
+            goal = f"s to {share if metric.share else value}"
         else:
             goal = f"s to best of {self.target}"
         worst = f"{metric.name}_worst10"

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +188,8 @@ def _of_metrics(simulator: Engine) -> dict[str, float | None]:
     for other in simulator.problem.metrics[1:]:
         pooled = f"{other.name}_weighted"
         found |= {other.name: final_value(history, other.name), pooled: last[pooled]}
-    return found
+    # JSON knows no infinity, which is what the perplexity of a model gone astray may be.
+    return {key: v if v is not None and math.isfinite(v) else None for key, v in found.items()}
 
 
 # -- the folder ---------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def metric_axis(axes: Any, metric: MetricInfo, values: Iterable[float]) -> None:
     values drawn differ by orders of magnitude, as the perplexity of an untrained model does."""
     from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
-    label = metric.label
+    label = metric.label + (f" ({metric.direction})" if metric.better == "lower" else "")
     if metric.share:
         axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))

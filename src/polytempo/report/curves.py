@@ -123,7 +123,7 @@ def plot_curves(
         bare(axes)
         axes.margins(x=0.01)
         metric_axis(axes, metric, drawn)
-        axes.set(xlabel=AXES[x], title=_title(curves, metric, of))
+        axes.set(xlabel=AXES[x], title=_title(curves, of))
         ends = [grid[-1] for grid in grids]
         if x == "time" and max(ends) > _STRETCH * min(ends) > 0:
             axes.set_xscale("log")
@@ -139,11 +139,9 @@ def plot_curves(
     return Path(path)
 
 
-def _title(curves: Mapping[str, Sequence[Curve]], metric: MetricInfo, of: str) -> str:
+def _title(curves: Mapping[str, Sequence[Curve]], of: str) -> str:
     """What the marks mean."""
-    title = f"{metric.label}, {of}"
-    if metric.better == "lower":
-        title += f" ({metric.direction})"
+    title = of
     seeds = max(len(runs) for runs in curves.values())
     if seeds > 1:
         title += f"; mean, lowest and highest of {seeds} seeds"

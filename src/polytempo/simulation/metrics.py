@@ -29,8 +29,8 @@ def over_clients(scores: Sequence[Score], problem: Problem) -> dict[str, float |
     tenth; of the others plain mean and pooled, None where they are not defined.
 
     Pooled (`m_weighted`) is that of all test samples together: for methods with a single model it
-    is the metric on the pooled test set, and so is `loss`. Clients without test samples do not count, nor
-    do those for which a metric is not defined (NaN).
+    is the metric on the pooled test set, and so is `loss`. Clients without test samples do not
+    count, nor do those for which a metric is not defined (NaN).
     """
     tested = [score for score in scores if score.total]  # a client of one sample has no test split
     if not tested:
@@ -43,11 +43,13 @@ def over_clients(scores: Sequence[Score], problem: Problem) -> dict[str, float |
             f"{metric.name} is not defined (NaN) for any client; use fewer clients, so that each "
             "has more test samples, or let the problem begin with another metric"
         )
+    with np.errstate(invalid="ignore"):  # a perplexity may be infinite
+        apart = float(each.std())
     ordered = np.sort(each) if metric.better == "higher" else np.sort(each)[::-1]
     found: dict[str, float | None] = {
         metric.name: float(each.mean()),
         f"{metric.name}_weighted": float(metric.value(pooled)),
-        f"{metric.name}_std": float(each.std()),
+        f"{metric.name}_std": apart,
         f"{metric.name}_worst10": float(ordered[: max(1, len(each) // 10)].mean()),
     }
     found.setdefault("loss", pooled["loss"] / pooled["total"])  # unless it is the metric
@@ -84,6 +86,8 @@ def convergence_time(history: Sequence[Row], metric: MetricInfo) -> float | None
         return None
     values = np.array([row[metric.name] for row in history])
     smooth = np.array([values[max(0, i - LAST + 1) : i + 1].mean() for i in range(len(values))])
+    if not math.isfinite(smooth[-1]):
+        return None
     near = TOLERANCE if metric.share else TOLERANCE * abs(smooth[-1])
     outside = np.flatnonzero(np.abs(smooth - smooth[-1]) > near)
     first = int(outside[-1]) + 1 if len(outside) else 0
