@@ -184,7 +184,7 @@ def test_workers_change_nothing(small, crews, name):
 
 
 def without_scores(log: Sequence[dict]) -> list[dict]:
-    return [{k: v for k, v in event.items() if k not in ("accuracy", "loss")} for event in log]
+    return [{k: v for k, v in event.items() if k not in ("value", "loss")} for event in log]
 
 
 @forking

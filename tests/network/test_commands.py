@@ -1,5 +1,6 @@
 """The commands `peer`, `peers` and `certs` as a newcomer meets them."""
 
+import csv
 import json
 import socket
 
@@ -58,6 +59,23 @@ def test_one_peer_alone_reaches_its_target_and_goes_on_for_more(tmp_path):
     events = [json.loads(line) for line in more.output.splitlines() if line.startswith("{")]
     assert events[0]["event"] == "started" and events[0]["iteration"] == 20
     assert json.loads((tmp_path / "p" / "result.json").read_text())["iterations"] == 30
+
+
+def test_a_peer_is_judged_by_the_metric_of_its_problem(tmp_path):
+    data = ("--data", "diabetes", "--strategy", "p2p:target=20")
+    outcome = polytempo(*peer(tmp_path, *data))
+    assert outcome.exit_code == 0, outcome.output
+    result = json.loads((tmp_path / "p" / "result.json").read_text())
+    with (tmp_path / "p" / "history.csv").open(newline="") as file:
+        errors = [float(row["mse"]) for row in csv.DictReader(file)]
+    assert (result["metric"]["name"], result["mse"]) == ("mse", errors[-1])
+    assert result["mse_best"] == min(errors) < errors[0]
+    assert "mse" in outcome.output and "accuracy" not in outcome.output
+    board = Board()
+    for line in (tmp_path / "p" / "events.jsonl").read_text().splitlines():
+        board.note(json.loads(line))
+    assert [column.header for column in board.table().columns][2] == "mse"
+    assert float(next(iter(board.table().columns[2].cells))) == pytest.approx(errors[-1], rel=1e-3)
 
 
 def test_mistakes_are_said_with_their_remedy(tmp_path):

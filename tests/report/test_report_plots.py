@@ -14,10 +14,11 @@ import pytest
 
 import polytempo.report
 from polytempo.core.errors import PolytempoError
+from polytempo.core.metric import ACCURACY, MetricInfo
 from polytempo.report import (
     Curve,
-    plot_accuracy,
     plot_clusters,
+    plot_curves,
     plot_diagnosis,
     plot_graph,
     plot_heatmaps,
@@ -32,10 +33,10 @@ from polytempo.report.curves import on_common_grid
 from polytempo.report.maps import by_cluster, by_group, colour_top
 
 
-def curve(*accuracy, start=0.0, step=1.0, adapted=None):
-    count = len(accuracy)
+def curve(*values, start=0.0, step=1.0, adapted=None):
+    count = len(values)
     times = [start + step * index for index in range(count)]
-    return Curve(times, list(range(count)), list(range(0, 2 * count, 2)), list(accuracy), adapted)
+    return Curve(times, list(range(count)), list(range(0, 2 * count, 2)), list(values), adapted)
 
 
 def two_blocks(clients=12, seed=0):
@@ -70,8 +71,8 @@ DRAW = {
         lambda path: plot_heatmaps(panels(0.41), path, x="alpha", y="beta"),
     ),
     "accuracy": (
-        lambda path: plot_accuracy(two_seeds(0.6), path),
-        lambda path: plot_accuracy(two_seeds(0.61), path),
+        lambda path: plot_curves(two_seeds(0.6), ACCURACY, path),
+        lambda path: plot_curves(two_seeds(0.61), ACCURACY, path),
     ),
     "staleness": (
         lambda path: plot_staleness({0: 5, 3: 2, 9: 1}, path),
@@ -127,7 +128,7 @@ def test_the_right_end_of_a_long_label_stays_inside_the_picture(tmp_path):
 
     labels = [f"a-rather-long-strategy-name-{index}" for index in range(6)]
     runs = {label: [curve(0.1, 0.7, adapted=0.8)] for label in labels}
-    picture = imread(plot_accuracy(runs, tmp_path / "a.png"))
+    picture = imread(plot_curves(runs, ACCURACY, tmp_path / "a.png"))
     assert (picture[:, -2:, :3] == 1).all()
     assert not (picture[:, -60:, :3] == 1).all()
 
@@ -135,8 +136,8 @@ def test_the_right_end_of_a_long_label_stays_inside_the_picture(tmp_path):
 def test_large_and_tiny_data_can_be_drawn(tmp_path):
     draw = np.random.default_rng(0)
     many = {f"s{index}": [curve(0.1, draw.random())] for index in range(33)}
-    assert size(plot_accuracy(many, tmp_path / "many.png", x="messages"))[1] > 700
-    size(plot_accuracy({"one": [curve(0.5)]}, tmp_path / "one.png", x="rounds"))
+    assert size(plot_curves(many, ACCURACY, tmp_path / "many.png", x="messages"))[1] > 700
+    size(plot_curves({"one": [curve(0.5)]}, ACCURACY, tmp_path / "one.png", x="rounds"))
     size(plot_staleness({0: 1}, tmp_path / "zero.png"))
     size(plot_staleness({5000: 1, 3: 2}, tmp_path / "far.png"))
     size(plot_labels(draw.integers(0, 9, (100, 47)), tmp_path / "labels.png", np.arange(100) % 30))
@@ -150,7 +151,7 @@ def test_large_and_tiny_data_can_be_drawn(tmp_path):
 def test_few_peers_are_named_and_many_have_a_mean(peers, lines, tmp_path):
     """Each with times of its own; the mean is of those that hold at a time."""
     given = {f"ann{k}": ([0.0, 1.0 + k, 20.0 + k], [0.1, 0.2, k / 10]) for k in range(peers)}
-    text = plot_peers(given, tmp_path / "a.svg", clock="seconds").read_text()
+    text = plot_peers(given, ACCURACY, tmp_path / "a.svg", clock="seconds").read_text()
     assert text.count("ann") == (peers if peers == lines else 0)
     assert ("mean: 30.0%" in text) == (peers != lines)
     steps = r'<path d="M(?:[^"]*L){4,}[^"]*" clip-path'  # a line of the grid has one L
@@ -161,14 +162,53 @@ def test_few_peers_are_named_and_many_have_a_mean(peers, lines, tmp_path):
 @pytest.mark.parametrize(("long", "logarithmic"), [(4.0, False), (40.0, True)])
 def test_time_is_logarithmic_if_one_takes_far_longer(long, logarithmic, tmp_path):
     runs = {"fast": [curve(0.1, 0.5, 0.9)], "slow": [curve(0.1, 0.2, 0.7, step=long)]}
-    text = plot_accuracy(runs, tmp_path / "a.svg").read_text()
+    text = plot_curves(runs, ACCURACY, tmp_path / "a.svg").read_text()
     assert ("simulated time (s), logarithmic" in text) == logarithmic
-    assert "logarithmic" not in plot_accuracy(runs, tmp_path / "b.svg", x="rounds").read_text()
+    assert (
+        "logarithmic" not in plot_curves(runs, ACCURACY, tmp_path / "b.svg", x="rounds").read_text()
+    )
 
 
-def test_an_accuracy_holds_until_the_next_evaluation_of_the_same_seed():
+MSE = MetricInfo("mse", "mean squared error", "lower", False)
+
+
+def test_the_axis_names_the_metric_and_only_shares_are_in_per_cent(tmp_path):
+    runs = {"a": [curve(0.9, 0.5, adapted=0.25)]}
+    text = plot_curves(runs, MSE, tmp_path / "a.svg").read_text()
+    assert "mean squared error (lower is better)" in text
+    assert "a: 0.5000, \N{WHITE DIAMOND} 0.2500" in text and "%" not in drawn_text(text)
+    text = plot_curves(runs, ACCURACY, tmp_path / "b.svg").read_text()
+    assert "<!-- accuracy -->" in text and "better" not in text
+    assert "a: 50.0%, \N{WHITE DIAMOND} 25.0%" in text
+    peers = {"ann": ([0.0, 1.0], [0.9, 0.5])}
+    text = plot_peers(peers, MSE, tmp_path / "c.svg").read_text()
+    assert "mean squared error (lower is better)" in text and "ann: 0.5000" in text
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "logarithmic"),
+    [
+        (MSE, (90.0, 3.1), False),
+        (MSE, (100.0, 3.0), True),
+        (MSE, (100.0, 0.0), False),  # has no logarithm
+        (ACCURACY, (0.9, 0.01), False),  # a share is read from 0 to 1
+    ],
+)
+def test_values_of_several_orders_of_magnitude_are_on_a_logarithmic_axis(
+    metric, values, logarithmic, tmp_path
+):
+    text = plot_curves({"a": [curve(*values)]}, metric, tmp_path / "a.svg").read_text()
+    assert (", logarithmic" in drawn_text(text)) == logarithmic
+
+
+def drawn_text(svg: str) -> str:
+    """The words of a plot: matplotlib notes each beside its outlines."""
+    return " ".join(re.findall(r"<!-- (.*?) -->", svg))
+
+
+def test_a_value_holds_until_the_next_evaluation_of_the_same_seed():
     runs = [curve(0.1, 0.5, step=2.0), curve(0.2, 0.4, 0.6, start=1.0, step=3.0)]
-    grid, values = on_common_grid([(run.time, run.accuracy) for run in runs])
+    grid, values = on_common_grid([(run.time, run.values) for run in runs])
     assert grid.tolist() == [1.0, 2.0, 4.0, 7.0]
     assert values.tolist() == [[0.1, 0.5, 0.5, 0.5], [0.2, 0.2, 0.4, 0.6]]
 
@@ -228,14 +268,20 @@ def test_every_pair_of_colours_differs_for_every_kind_of_vision(kind):
 @pytest.mark.parametrize(
     ("draw", "says"),
     [
-        (lambda path: plot_accuracy({}, path), "no curves"),
-        (lambda path: plot_accuracy({"pace": []}, path), "pace"),
-        (lambda path: plot_accuracy({"a": [curve(0.1)]}, path, x="tme"), "did you mean 'time'"),
-        (lambda path: plot_accuracy({"a": [curve(0.1)]}, path.with_suffix(".doc")), ".png"),
+        (lambda path: plot_curves({}, ACCURACY, path), "no curves"),
+        (lambda path: plot_curves({"pace": []}, ACCURACY, path), "pace"),
+        (
+            lambda path: plot_curves({"a": [curve(0.1)]}, ACCURACY, path, x="tme"),
+            "did you mean 'time'",
+        ),
+        (lambda path: plot_curves({"a": [curve(0.1)]}, ACCURACY, path.with_suffix(".doc")), ".png"),
         (lambda path: Curve([1.0], [1, 2], [1], [0.5]), "1, 2, 1, 1"),
         (lambda path: Curve([], [], [], []), "at least one"),
         (lambda path: Curve([1.0], [1], [1], [0.5], versions=[1, 2]), "1, 1, 1, 1, 2"),
-        (lambda path: plot_accuracy({"a": [curve(0.5)]}, path, x="versions"), "does not have it"),
+        (
+            lambda path: plot_curves({"a": [curve(0.5)]}, ACCURACY, path, x="versions"),
+            "does not have it",
+        ),
         (lambda path: plot_heatmaps({"a": {}}, path, x="", y=""), "run something first"),
         (lambda path: plot_staleness({}, path), "no staleness"),
         (lambda path: plot_staleness({3: 0}, path), "no staleness"),

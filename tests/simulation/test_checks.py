@@ -25,7 +25,7 @@ def numbered(events: list[Event]) -> list[Event]:
 # Two slots, three clients; the served model changes with every update but the second.
 HISTORY = numbered(
     [
-        event("evaluate", 0.0, None, accuracy=0.1, loss=2.3),  # 0
+        event("evaluate", 0.0, None, metric="accuracy", value=0.1, loss=2.3),  # 0
         event("dispatch", 0.0, 0, 0),  # 1
         event("dispatch", 0.0, 1, 1),  # 2
         event("upload", 1.0, 0, 0, 1, 1, staleness=0, versions=0),  # 3

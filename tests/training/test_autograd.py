@@ -217,7 +217,7 @@ def test_evaluation_counts_correct_test_samples(small, trainer):
     for client, score in zip([2, 0], scores, strict=True):
         x, y = small.x[small.test[client]].double(), small.y[small.test[client]]
         logits = model(x)
-        assert score.correct == int((logits.argmax(1) == y).sum())
+        assert score.sums["correct"] == int((logits.argmax(1) == y).sum())
         assert score.total == len(y)
         expected = nn.functional.cross_entropy(logits, y, reduction="sum").item()
-        assert score.loss == pytest.approx(expected)
+        assert score.sums["loss"] == pytest.approx(expected)

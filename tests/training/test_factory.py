@@ -85,7 +85,7 @@ def test_on_another_device_one_torch_solver_owns_all(small):
     solver = backend.solver
     assert {solver.x.device.type, solver.y.device.type, solver.space.vector.device.type} == {"meta"}
     assert small.x.device.type == "cpu"
-    with pytest.raises(PolytempoError, match="on the CPU; not this Sequential on meta"):
+    with pytest.raises(PolytempoError, match="not this Sequential for classification on meta"):
         make_backend(stack(), small, 0, device="meta", solver="dense")
 
 

@@ -254,7 +254,7 @@ def test_without_a_metric_the_loss_is_the_metric_and_lower_is_better():
     (metric,) = Problem.of(functional.cross_entropy).metrics
     assert (metric.name, metric.better) == ("loss", "lower")
     (metric,) = Problem.of(functional.cross_entropy, lambda o, t: 0.5).metrics
-    assert (metric.name, metric.label) == ("metric", "metric")
+    assert (metric.name, metric.label) == ("measure", "measure")
     (metric,) = Problem.of(functional.cross_entropy, _near, better="lower").metrics
     assert (metric.name, metric.better) == ("_near", "lower")
 

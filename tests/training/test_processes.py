@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import Federation, PolytempoError, Pull, Task
+from polytempo.core.client_steps import Choose, Mask
 from polytempo.core.objective import Drift
 from polytempo.training import AutogradSolver, Backend, Exam, Job, Outcome, Score, Solver
 from polytempo.training.executors import processes
@@ -174,7 +175,8 @@ class Probe:
         return [Outcome(torch.tensor(row, dtype=torch.float64), {}, {}) for row in numbers]
 
     def evaluate(self, exam: Exam) -> list[Score]:
-        return [Score(client, 1, float(exam.params[0])) for client in exam.clients]
+        first = float(exam.params[0])
+        return [Score({"client": client, "loss": first}) for client in exam.clients]
 
 
 def probing(client: int = 0, stream: str = "") -> Job:
@@ -205,21 +207,22 @@ def test_answers_that_are_large_pass_the_pipes():
     model = torch.full((3,), 7.0, dtype=torch.float64)
     with on_workers(Probe(), 2) as backend:
         [scores] = backend.evaluate([Exam(model, list(range(40_000)))])
-    assert scores == [Score(client, 1, 7.0) for client in range(40_000)]
+    assert scores == [Score({"client": client, "loss": 7.0}) for client in range(40_000)]
 
 
 class Talks(Probe):
     """Sends back more than a pipe holds."""
 
     def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        return [Outcome(job.params, {"sum": job.anchor.sum(0, keepdim=True)}) for job in jobs]
+        sums = [job.vectors["models"].sum(0, keepdim=True) for job in jobs]
+        return [Outcome(job.params, {"sum": s}, {}) for job, s in zip(jobs, sums, strict=True)]
 
 
 def test_large_answers_to_large_requests_pass_both_ways_at_once():
     """Or each end of a pipe would wait for the other to read."""
     models = [torch.full((3, 400_000), k + 1.0, dtype=torch.float64) for k in range(6)]
     with on_workers(Talks(), 1) as backend:
-        jobs = [replace(probing(k), anchor=models[k]) for k in range(6)]
+        jobs = [replace(probing(k), vectors={"models": models[k]}) for k in range(6)]
         for job in jobs:
             backend.expect(job)
             time.sleep(0.05)  # by now there is an answer under way
@@ -230,10 +233,10 @@ def test_large_answers_to_large_requests_pass_both_ways_at_once():
 
 
 def test_models_to_choose_from_and_a_mask_in_one_task(small):
-    task = Task(epochs=1, choose=2, sparsity=0.1)
+    task = Task(epochs=1, client_steps=(Choose(2), Mask(0.1)))
     solver = AutogradSolver(nn.Linear(12, 4), small, 0)
     params = solver.space.read()
-    job = Job(0, params, task, ("a",), anchor=params[None] + 1)
+    job = Job(0, params, task, ("a",), vectors={"candidate 1": params + 1})
     expected = Backend(solver).carry_out(job)
     with on_workers(solver, 1) as backend:
         found = backend.carry_out(job)
@@ -397,7 +400,7 @@ def test_busy_workers_are_stopped_whatever_the_parent_does_with_signals():
 
 CLOSED_AT_ONCE = """
 import os, signal, sys, time
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_processes import Probe
 from polytempo.training.executors.processes import Processes
 
@@ -428,7 +431,7 @@ def test_workers_that_are_closed_at_once_do_not_run_the_parents_handler():
     """Ray installs such a handler. It used to raise in the worker, before anything there could
     catch it: the worker became a second pytest, and the first one waited for it for ever."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", CLOSED_AT_ONCE, str(Path(__file__).parent)],
+        [sys.executable, "-c", CLOSED_AT_ONCE, *map(str, Path(__file__).parents[:2])],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polytempo import Federation, Proximal, Task
 from polytempo.core.layout import Parts
+from polytempo.core.messages import Dispatch
 from polytempo.core.optimizer import Adam, AdamW, Sgd
 from polytempo.core.rng import rng
 from polytempo.training import PERSONAL, AutogradSolver, Job, Outcome
@@ -49,6 +50,11 @@ def job_of(solver: AutogradSolver, task: Task = TASK, **more) -> Job:
     given = {"memory": memory} | more
     client = PADDED if solver.federation is TEXTS else 2
     return Job(client, solver.space.read(), task, STREAM, **given)
+
+
+def sent(job: Job, params: Tensor) -> Dispatch:
+    """A multicast that brings this model."""
+    return Dispatch(job.client, 9, params, job.task, preempt=True)
 
 
 def moved(vector: Tensor, by: float = 0.1, seed: int = 0) -> Tensor:
@@ -172,7 +178,7 @@ def test_who_keeps_nothing_trains_the_rest_alone(small, kind):
     job = job_of(solver, task)
     other, third = moved(job.params), moved(job.params, seed=1)
     swaps = (Swap(2, other, {}), Swap(5, third, {}))
-    short = job.swapped(2, other, {}).swapped(5, third, {})
+    short = job.swapped(2, sent(job, other)).swapped(5, sent(job, third))
     assert short.swaps == () and (short.first_step, short.since) == (5, 5)
     [expected] = solver.carry_out([replace(job, swaps=swaps)])
     assert_same(solver.carry_out([short])[0], expected)
@@ -183,7 +189,7 @@ def test_who_keeps_something_has_to_train_all_of_it(small):
         solver = AutogradSolver(network(), small, SEED, parts)
         job = job_of(solver, task)
         other = moved(job.params)
-        found = job.swapped(2, other, {}).swapped(6, job.params, {})
+        found = job.swapped(2, sent(job, other)).swapped(6, sent(job, job.params))
         assert (found.first_step, found.since) == (0, 6)
         assert [swap.step for swap in found.swaps] == [2, 6]
         tail = replace(job, params=job.params, first_step=6)
@@ -209,7 +215,7 @@ def test_a_swap_replaces_what_is_shared_and_the_clients_own_goes_on(small):
     solver = AutogradSolver(network(plain=True), small, SEED, HEAD)
     job = job_of(solver)
     other = moved(job.params)
-    [(upload, _, memory)] = solver.carry_out([job.swapped(5, other, {})])
+    [(upload, _, memory)] = solver.carry_out([job.swapped(5, sent(job, other))])
     module = network(plain=True)
 
     def fresh() -> torch.optim.Optimizer:  # begins anew with every model

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from polytempo.core.parameters import ParameterSpace
 from torch import nn
 
 import polytempo as pt
 from polytempo import Federation, Task
-from polytempo.core.task import Plain, Pull
+from polytempo.core.layout import Layout
+from polytempo.core.objective import Plain, Pull
 from polytempo.models import Inputs, build
-from polytempo.training import AutogradSolver, Backend, Job, Learner, Schedule
+from polytempo.training import AutogradSolver, Backend, Job, Learner
 from polytempo.training.solvers.dense import DenseSolver
+from solving import upload_of
 
 TASK = Task(epochs=2, batch_size=8, lr=0.05)
 
@@ -53,9 +54,13 @@ def test_the_fast_solver_does_not_bypass_an_objective_of_ones_own(small, objecti
     for job in jobs:
         backend.expect(job)
     for job in jobs:
-        torch.testing.assert_close(backend.train(job), general.train(job), rtol=1e-9, atol=1e-9)
-    own = fast.train(jobs[0])
-    assert not torch.allclose(own, fast.train(Job(0, start, tasks[1], ("client", 0))), atol=1e-3)
+        torch.testing.assert_close(
+            backend.train(job), upload_of(general, job), rtol=1e-9, atol=1e-9
+        )
+    own = upload_of(fast, jobs[0])
+    assert not torch.allclose(
+        own, upload_of(fast, Job(0, start, tasks[1], ("client", 0))), atol=1e-3
+    )
 
 
 def test_a_text_model_is_not_cut_down_to_words_for_an_objective_of_ones_own():
@@ -71,7 +76,7 @@ def test_a_text_model_is_not_cut_down_to_words_for_an_objective_of_ones_own():
     for module in modules:
         solver = AutogradSolver(module, fed, 3)
         task = Task(epochs=1, batch_size=8, lr=0.05, objective=Ridge())
-        uploads.append(solver.train(Job(0, solver.space.read(), task, ("client", 0))))
+        uploads.append(upload_of(solver, Job(0, solver.space.read(), task, ("client", 0))))
     torch.testing.assert_close(*uploads, rtol=1e-9, atol=1e-9)
 
 
@@ -104,7 +109,7 @@ def test_a_subclass_does_not_inherit_that_words_may_be_renumbered():
         if general:
             module.token_table = None
         solver = AutogradSolver(module, fed, 3)
-        uploads.append(solver.train(Job(0, solver.space.read(), TASK, ("client", 0))))
+        uploads.append(upload_of(solver, Job(0, solver.space.read(), TASK, ("client", 0))))
     torch.testing.assert_close(*uploads, rtol=1e-9, atol=1e-9)
 
 
@@ -139,11 +144,11 @@ def lonely() -> Federation:
 def by_hand(fed, client, start, steps, batch) -> torch.Tensor:
     """SGD with the statistics that came with the model, on one sample at a time."""
     module = normalised()
-    ParameterSpace(module).load(start)
+    Layout(module).load(start)
     module.eval()
     x = fed.prepare(fed.x[fed.train[client]]).double()
     y = fed.y[fed.train[client]]
-    optimiser = torch.optim.SGD(module.parameters(), TASK.lr, TASK.momentum, weight_decay=1e-4)
+    optimiser = torch.optim.SGD(module.parameters(), TASK.lr, 0.9, weight_decay=1e-4)
     for step in range(steps):
         optimiser.zero_grad()
         nn.functional.cross_entropy(module(x[batch(step)]), y[batch(step)]).backward()
@@ -154,13 +159,13 @@ def by_hand(fed, client, start, steps, batch) -> torch.Tensor:
 def test_a_client_with_one_sample_trains_with_the_statistics_it_was_sent():
     fed, solver = lonely(), AutogradSolver(normalised(), lonely(), 3)
     assert fed.samples[0] == 1
-    moved = solver.train(Job(1, solver.space.read(), TASK, ("client", 1)))
-    upload = solver.train(Job(0, moved, TASK, ("client", 0)))
+    moved = upload_of(solver, Job(1, solver.space.read(), TASK, ("client", 1)))
+    upload = upload_of(solver, Job(0, moved, TASK, ("client", 0)))
     count = solver.space.parameters
     expected = by_hand(fed, 0, moved, 2, lambda step: slice(0, 1))
     torch.testing.assert_close(upload[:count], expected, rtol=1e-9, atol=1e-9)
     assert torch.equal(upload[count:], moved[count:])  # the statistics stay
-    again = solver.train(Job(1, solver.space.read(), TASK, ("client", 1)))
+    again = upload_of(solver, Job(1, solver.space.read(), TASK, ("client", 1)))
     assert not torch.equal(again[count:], moved[count:])  # those of others are theirs again
 
 
@@ -168,24 +173,16 @@ def test_batches_of_one_work_as_well():
     fed, solver = lonely(), AutogradSolver(normalised(), lonely(), 3)
     task = Task(epochs=1, batch_size=1, lr=0.05)
     start = solver.space.read()
-    upload = solver.train(Job(2, start, task, ("client", 2)))
+    upload = upload_of(solver, Job(2, start, task, ("client", 2)))
     assert torch.isfinite(upload).all()
     assert not torch.equal(upload, start)
     assert fed.samples[2] == 12
 
 
 def test_a_peer_with_one_sample():
-    fed, space = lonely(), ParameterSpace(normalised())
-    start = space.read()
-    part = fed.train[0]
-    learner = Learner(
-        *(space, fed.x[part], fed.y[part]),
-        peer=0,
-        task=TASK,
-        schedule=Schedule(100, milestones=()),
-        seed=3,
-        prepare=fed.prepare,
-    )
+    fed, solver = lonely(), AutogradSolver(normalised(), lonely(), 3)
+    start, space = solver.space.read(), solver.space
+    learner = Learner(solver, 0, TASK)
     learner.steps(4)
     expected = by_hand(fed, 0, start, 4, lambda step: slice(0, 1))
     torch.testing.assert_close(learner.params[: space.parameters], expected, rtol=1e-9, atol=1e-9)

@@ -9,15 +9,16 @@ from rich import box
 from rich.table import Table
 
 from polytempo.cli.console import output
-from polytempo.experiments.result import percent
+from polytempo.core.metric import MetricInfo
 
 
 def in_words(event: dict[str, Any]) -> str | None:
     """What a person wants to know of an event, if anything."""
     match event["event"]:
         case "evaluated":
+            metric = MetricInfo(**event["metric"])
             return (
-                f"iteration {event['iteration']}: accuracy {percent(event['accuracy'])}, "
+                f"iteration {event['iteration']}: {metric.name} {metric.text(event['value'])}, "
                 f"{event['fusions']} fusions, {event['messages']} models sent"
             )
         case "fused":
@@ -40,12 +41,15 @@ class Board:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rows: dict[str, dict[str, Any]] = {}
+        self._metric: MetricInfo | None = None  # known with the first evaluation
 
     def note(self, event: dict[str, Any]) -> None:
         with self._lock:
             row = self._rows.setdefault(event["peer"], {"fused": 0, "partner": "-"})
             row["iteration"] = event["iteration"]
-            row |= {key: event[key] for key in ("target", "accuracy", "phase") if key in event}
+            row |= {key: event[key] for key in ("target", "value", "phase") if key in event}
+            if event["event"] == "evaluated":
+                self._metric = MetricInfo(**event["metric"])
             if event["event"] == "fused":
                 row["fused"] += 1
                 row["partner"] = event["partner"][0]
@@ -54,14 +58,16 @@ class Board:
 
     def table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD)
-        for column in ("peer", "iteration", "accuracy", "fusions", "last partner", "phase"):
-            table.add_column(column, justify="left" if column == "peer" else "right")
         with self._lock:
+            metric = self._metric
+            title = metric.name if metric else "metric"
+            for column in ("peer", "iteration", title, "fusions", "last partner", "phase"):
+                table.add_column(column, justify="left" if column == "peer" else "right")
             for name, row in sorted(self._rows.items()):
                 table.add_row(
                     name,
                     f"{row['iteration']}/{row.get('target', '?')}",
-                    percent(row.get("accuracy")),
+                    metric.text(row.get("value")) if metric else "-",
                     str(row["fused"]),
                     row["partner"],
                     str(row.get("phase", "-")).lower(),
@@ -70,10 +76,15 @@ class Board:
 
 
 def show_peers(peers: list[dict[str, Any]]) -> None:
+    """What became of each; all were judged by the same metric."""
+    if not peers:
+        return
+    metric = MetricInfo(**peers[0]["metric"])
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("peer", "iterations", "accuracy", "fusions", "models sent", "announcements"):
+    for column in ("peer", "iterations", metric.name, "fusions", "models sent", "announcements"):
         table.add_column(column, justify="left" if column == "peer" else "right")
     for row in peers:
         figures = (str(row[key]) for key in ("fusions", "messages", "announcements"))
-        table.add_row(row["id"], str(row["iterations"]), percent(row["accuracy"]), *figures)
+        value = metric.text(row[metric.name])
+        table.add_row(row["id"], str(row["iterations"]), value, *figures)
     output.print(table)

@@ -32,8 +32,8 @@ def compare_command(
     target: Annotated[
         str | None,
         typer.Option(
-            help="Accuracy for the column 'time to': a number such as 0.8, or one of the "
-            "strategies, meaning its best \\[fedavg, or the first]."
+            help="Value of the metric for the column 's to': a number such as 0.8 (for 80%), or "
+            "one of the strategies, meaning its best \\[fedavg, or the first]."
         ),
     ] = None,
     as_json: Json = False,
@@ -63,6 +63,8 @@ def compare_command(
         output.print_json(data=comparison.summaries())
     elif comparison.complete and comparison.results:
         print_table(comparison.table())
+        metric = comparison.metric
+        output.print(f"handed, best, adapted, worst 10%: {metric.label}, {metric.direction}")
         output.print(f"plots and report: [bold]{escape(str(out))}/report.html[/]")
     if not comparison.complete:
         interrupted("the same command again")

@@ -16,9 +16,9 @@ from polytempo.cli.console import complain, notes, output
 from polytempo.cli.options import Config, Json
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
+from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.peer import EXCHANGE_SECONDS, PEER_SETTINGS, SAVE_ROUNDS, run_peer
-from polytempo.experiments.result import percent
 from polytempo.experiments.run import interruptible
 from polytempo.network.session import Address, Certificates, require_network
 
@@ -176,7 +176,10 @@ def peers_command(
         output.print_json(data=summary)
     else:
         show_peers(summary["peers"])
-        line = f"accuracy {percent(summary['accuracy'])}, {summary['messages']} models sent"
+        line = f"{summary['messages']} models sent"
+        if summary["metric"] is not None:
+            metric = MetricInfo(**summary["metric"])
+            line = f"{metric.name} {metric.text(summary[metric.name])}, {line}"
         output.print(f"{line}; folder [bold]{escape(str(out))}[/]", highlight=False)
     for failure in summary["failed"].values():
         complain(failure)

@@ -8,7 +8,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from polytempo.cli.console import notes
 from polytempo.core.events import Event
-from polytempo.experiments.result import percent
 from polytempo.experiments.run import Attach
 from polytempo.simulation import Engine
 from polytempo.simulation.engine import Observer
@@ -36,15 +35,16 @@ class RunProgress:
             self._bars.stop()
 
     def watch(self, label: str) -> Attach:
-        """A bar with rounds, simulated time and the latest accuracy."""
+        """A bar with rounds, simulated time and the latest value of the metric."""
 
         def attach(simulator: Engine, rounds: int) -> Observer:
             bar = self._bars.add_task(label, total=rounds, state="")
             self._bars.start()
 
             def observe(event: Event | None = None) -> None:
-                accuracy = simulator.history[-1]["accuracy"] if simulator.history else None
-                state = f"t={simulator.time:,.1f}s  accuracy {percent(accuracy)}"
+                metric, history = simulator.metric, simulator.history
+                value = metric.text(history[-1][metric.name] if history else None)
+                state = f"t={simulator.time:,.1f}s  {metric.name} {value}"
                 self._bars.update(bar, completed=simulator.round, state=state)
 
             observe()

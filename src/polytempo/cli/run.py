@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +15,10 @@ from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.compare import slug
 from polytempo.experiments.config import RunConfig, make_config, read_config
-from polytempo.experiments.result import RunResult, about_clusters, percent
+from polytempo.experiments.result import RunResult, about_clusters
 from polytempo.experiments.run import resume, run
+
+FORMS = ("best", "worst10", "newcomers")  # of the metric, that are said at the end of a run
 
 
 @with_settings(*RunConfig.model_fields)
@@ -87,21 +88,24 @@ def _free_folder(config: RunConfig) -> Path:
 
 
 def _show(result: RunResult, folder: Path) -> None:
-    for key, value in _about(result.summary, folder).items():
+    for key, value in _about(result, folder).items():
         line = f"{key:>20}  [bold]{escape(value)}[/]"
         output.print(line, highlight=False, soft_wrap=True)
 
 
-def _about(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def _about(result: RunResult, folder: Path) -> dict[str, str]:
     """What is said of a run at its end."""
+    summary, metric = result.summary, result.metric
+    name = metric.name
+    best, worst, late = (metric.text(summary[f"{name}_{x}"]) for x in FORMS)
     sent = summary["messages"]
     wall = summary["wall_seconds"]
     rows = {
         "federation": summary["federation"],
-        "accuracy, as handed": f"{percent(summary['accuracy'])} (best "
-        f"{percent(summary['accuracy_best'])}, worst tenth {percent(summary['accuracy_worst10'])})",
-        "accuracy, adapted": percent(summary["accuracy_adapted"]),
-        "accuracy, newcomers": percent(summary["accuracy_newcomers"]),
+        f"{name}, as handed": f"{metric.text(result.value)} (best {best}, worst tenth {worst}; "
+        f"{metric.direction})",
+        f"{name}, adapted": metric.text(result.adapted),
+        f"{name}, newcomers": late,
         "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
         "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} "
         + ("local rounds" if "exchange" in sent else "updates"),
@@ -124,6 +128,6 @@ def _about(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         rows["what hurts"] = ", ".join(f"{part} {found[part]:.2g}" for part in parts) + (
             f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
         )
-    rare = ("accuracy, newcomers", "clusters", "staleness")
+    rare = (f"{name}, newcomers", "clusters", "staleness")
     nothing = [key for key in rare if rows[key] == "-"]
     return {key: value for key, value in rows.items() if key not in nothing}

@@ -28,7 +28,8 @@ class Event:
 class Evaluate(Event):
     """All clients' models were tested."""
 
-    accuracy: float  # mean over clients
+    metric: str  # its name
+    value: float  # mean over clients
     loss: float
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
+from polytempo.core.metric import MetricInfo
 from polytempo.data import Federation
 from polytempo.experiments.config import RunConfig, difference, make_config, read_config
 from polytempo.experiments.result import (
     CLUSTERS,
     RunResult,
     can_plot,
-    percent,
     read_result,
     write_table,
 )
 from polytempo.experiments.run import Attach, LastFederation, holds_run, resolve, resume, run
 from polytempo.files import replace_text
-from polytempo.report import plot_accuracy, write_html
+from polytempo.report import plot_curves, write_html
 from polytempo.simulation.metrics import models_sent
 
 COLUMNS = {"clusters": "clusters", "cluster_purity": "purity", "cluster_ari": "rand index"}
@@ -39,33 +40,50 @@ Watch = Callable[[str, int], Attach]  # given the strategy and the seed
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results by strategy, one for each seed, and the accuracy that times are compared at."""
+    """Results by strategy, one for each seed, and the value of the metric that times are compared
+    at."""
 
     results: dict[str, list[RunResult]]
-    target: float | str  # an accuracy, or the strategy whose best accuracy is the target
+    metric: MetricInfo
+    target: float | str  # of the metric, or the strategy whose best value is the target
     complete: bool
     failed: dict[str, str]  # strategies whose training diverged, and what was said of it
 
+    def __post_init__(self) -> None:
+        for label, found in self.results.items():
+            for result in found:
+                if result.metric != self.metric:
+                    raise PolytempoError(
+                        f"{label}, seed {result.seed}, was judged by {result.metric.name}, and "
+                        f"this comparison is about {self.metric.name}; choose another --out, or "
+                        "delete the older runs"
+                    )
+
     def target_of(self, index: int) -> float:
-        """The target accuracy for the seed of that index."""
+        """The value to reach for the seed of that index."""
         if isinstance(self.target, float):
             return self.target
-        return float(self.results[self.target][index].summary["accuracy_best"])
+        return self._best(self.results[self.target][index])
+
+    def _best(self, result: RunResult) -> float:
+        return float(result.summary[f"{self.metric.name}_best"])
 
     def table(self) -> list[dict[str, str]]:
         """One row a strategy: mean and, over several seeds, spread."""
+        metric, clustered = self.metric, known_of_clusters(self.results)
         if isinstance(self.target, float):
-            goal = f"s to {percent(self.target)}"
+            share, value = metric.text(self.target), f"{metric.name} {self.target:g}"
+            goal = f"s to {share if metric.share else value}"
         else:
             goal = f"s to best of {self.target}"
-        clustered = known_of_clusters(self.results)
+        worst = f"{metric.name}_worst10"
         return [
             {
                 "strategy": label,
-                "handed": spread([r.summary["accuracy"] for r in found], percent=True),
-                "best": spread([r.summary["accuracy_best"] for r in found], percent=True),
-                "adapted": spread([r.accuracy_adapted for r in found], percent=True, none="-"),
-                "worst 10%": spread([r.summary["accuracy_worst10"] for r in found], percent=True),
+                "handed": spread([r.summary[metric.name] for r in found], metric),
+                "best": spread([self._best(r) for r in found], metric),
+                "adapted": spread([r.adapted for r in found], metric, none="-"),
+                "worst 10%": spread([r.summary[worst] for r in found], metric),
                 "seconds": spread([r.summary["simulated_time"] for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
                 **of_clusters(found, clustered),
@@ -96,7 +114,6 @@ def compare(
     labels = list(dict.fromkeys(strategies))
     if not labels:
         raise PolytempoError("name at least one strategy; see `polytempo strategies`")
-    goal = _goal(target, labels)
     configs = {
         (label, seed): make_config({**settings, "strategy": label, "seed": seed}, "compare")
         for seed in seeds
@@ -105,6 +122,9 @@ def compare(
     results: dict[str, list[RunResult]] = {label: [] for label in labels}
     failed: dict[str, str] = {}
     complete, load = True, LastFederation()
+    first = next(iter(configs.values()))
+    metric = first.problem_on(load(first)).metrics[0]
+    goal = _goal(target, labels, metric)
     for (label, seed), config in configs.items():
         if label in failed:
             continue
@@ -122,7 +142,7 @@ def compare(
     finished = {label: found for label, found in results.items() if len(found) == len(seeds)}
     if isinstance(goal, str) and goal not in finished:
         goal = next(iter(finished), goal)
-    comparison = Comparison(finished, goal, complete, failed)
+    comparison = Comparison(finished, MetricInfo(**metric.about), goal, complete, failed)
     if complete and finished:
         _write(folder, comparison, settings)
     return comparison
@@ -159,21 +179,25 @@ def _continue(
     return resume(place, workers=config.workers, observer=observer, federation=federation)
 
 
-def _goal(target: str | None, labels: Sequence[str]) -> float | str:
+def _goal(target: str | None, labels: Sequence[str], metric: MetricInfo) -> float | str:
     if target is None:
         return "fedavg" if "fedavg" in labels else labels[0]
     if target in labels:
         return target
     try:
-        share = float(target)
+        value = float(target)
     except ValueError:
         raise PolytempoError(
-            f"target {target!r} is neither an accuracy nor one of the strategies"
+            f"target {target!r} is neither a number nor one of the strategies"
             f"{nearest(target, labels)}"
         ) from None
-    if not 0 < share <= 1:
-        raise PolytempoError(f"target {target} is no accuracy: write 0.8 for 80%")
-    return share
+    if metric.share and not 0 < value <= 1:
+        raise PolytempoError(
+            f"target {target}: {metric.label} is a share above 0 and up to 1; write 0.8 for 80%"
+        )
+    if not math.isfinite(value):
+        raise PolytempoError(f"target {target} is not a value of {metric.label}")
+    return value
 
 
 def known_of_clusters(results: Mapping[str, Sequence[RunResult]]) -> list[str]:
@@ -204,38 +228,44 @@ def messages(result: RunResult) -> float:
 
 
 def spread(
-    values: Sequence[float | None], *, percent: bool = False, digits: int = 1, none: str = "never"
+    values: Sequence[float | None],
+    metric: MetricInfo | None = None,
+    *,
+    digits: int = 1,
+    none: str = "never",
 ) -> str:
     """Mean and, of several seeds, standard deviation; `none`, if there is no value."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return none if not known else f"{len(known)} of {len(values)} seeds"
-    scale, unit = (100.0, "%") if percent else (1.0, "")
-    mean = f"{scale * float(np.mean(known)):,.{digits}f}"
-    if len(known) == 1:
-        return mean + unit
-    return f"{mean} ± {scale * float(np.std(known, ddof=1)):.{digits}f}{unit}"
+    mean = float(np.mean(known))
+    apart = float(np.std(known, ddof=1)) if len(known) > 1 else None
+    if metric is not None:
+        return metric.text(mean, apart)
+    return f"{mean:,.{digits}f}" + ("" if apart is None else f" ± {apart:.{digits}f}")
 
 
 def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
     """summary.csv, results.json, the plots and the report."""
-    table = comparison.table()
-    write_table(folder / "summary.csv", table)
+    table, metric = comparison.table(), comparison.metric
+    named = [{"strategy": row["strategy"], "metric": metric.name} | row for row in table]
+    write_table(folder / "summary.csv", named)
     text = json.dumps(comparison.summaries(), indent=2) + "\n"
     replace_text(folder / "results.json", text)
     if not can_plot():
         return
     curves = {label: [r.curve() for r in found] for label, found in comparison.results.items()}
+    against = {
+        "time": "simulated time",
+        "rounds": "updates folded: the same amount of training",
+        "messages": "models sent, in whichever direction",
+    }
     images = [
-        ("Accuracy against simulated time", plot_accuracy(curves, folder / "accuracy_time.png")),
         (
-            "Accuracy against updates folded: the same amount of training",
-            plot_accuracy(curves, folder / "accuracy_rounds.png", x="rounds"),
-        ),
-        (
-            "Accuracy against models sent, in whichever direction",
-            plot_accuracy(curves, folder / "accuracy_messages.png", x="messages"),
-        ),
+            f"{metric.heading} against {what}",
+            plot_curves(curves, metric, folder / f"{metric.name}_{x}.png", x=x),
+        )
+        for x, what in against.items()
     ]
     for label in comparison.results:
         place = next((folder / slug(label)).glob("seed*"))
@@ -245,9 +275,9 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
     write_html(
         folder / "report.html",
         title=f"{', '.join(comparison.results)} on {comparison.summaries()[0]['federation']}",
-        intro="Handed: mean accuracy over clients of the model that each is handed (mean of the "
-        "last evaluations). Adapted: the same model after some epochs of local training. "
-        "Times are simulated seconds.",
+        intro=f"Handed: {metric.label} of the model that each client is handed, mean over clients "
+        f"(mean of the last evaluations); {metric.direction}. Adapted: the same model after some "
+        "epochs of local training. Times are simulated seconds.",
         table=table,
         images=images,
         settings=settings,

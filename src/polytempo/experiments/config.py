@@ -158,10 +158,10 @@ class RunConfig(BaseModel):
         None, description="evaluate after so many updates (a fortieth of the rounds)"
     )
     adapt_epochs: Annotated[int, Field(ge=0)] = Field(
-        5, description="epochs of local adaptation behind `accuracy_adapted`; 0: leave it out"
+        5, description="epochs of local adaptation behind `accuracy_adapted`; 0: omit it"
     )
     adapt_always: bool = Field(
-        False, description="measure the adapted accuracy at every evaluation, not only at the end"
+        False, description="measure the adapted metric at every evaluation, not only at the end"
     )
     solver: SolverName = Field(
         "auto",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from polytempo.core.metric import ACCURACY
 from polytempo.experiments import result
 from polytempo.experiments.compare import PLOTS, slug
 from polytempo.experiments.paper_specs import FIGURES, QUICK, Experiment, filled
@@ -25,8 +26,8 @@ from polytempo.experiments.reproduce import (
 from polytempo.experiments.result import RunResult
 from polytempo.report import (
     Bar,
-    plot_accuracy,
     plot_bars,
+    plot_curves,
     plot_heatmaps,
     plot_tradeoff,
     write_html,
@@ -124,7 +125,7 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
     for x in experiment.against:
         stem = f"accuracy_{split}" if x == "time" else f"accuracy_{split}_{x}"
         of = FIGURES[experiment.figure][1]
-        path = plot_accuracy(curves, folder / f"{stem}.png", x=x, of=of)
+        path = plot_curves(curves, ACCURACY, folder / f"{stem}.png", x=x, of=of)
         images.append((f"{heading}: accuracy against {AGAINST[x]}", path))
     if experiment.plot == "bars":
         bars = {label[row]: _bar(place, row, column, results[row]) for row in experiment.rows}

@@ -33,10 +33,13 @@ SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
 PEER_SETTINGS = (  # those of a run that matter to a peer, beside its strategy
     *FEDERATION,
-    *("model", "buffers", "personal", "freeze", "rounds", "messages", "batch_size", "lr"),
-    *("optimizer", "momentum", "weight_decay", "eval_every", "seed"),
+    *("model", "problem", "buffers", "personal", "freeze", "rounds", "messages", "batch_size"),
+    *("lr", "optimizer", "momentum", "weight_decay", "eval_every", "seed"),
 )
-FIXED = ("seed", "model", "buffers", "personal", "freeze", "batch_size", "lr", "optimizer")
+FIXED = (
+    *("seed", "model", "problem", "buffers", "personal", "freeze", "batch_size", "lr"),
+    "optimizer",
+)
 
 
 def client_of(id: str, client: int | None, clients: int) -> int:

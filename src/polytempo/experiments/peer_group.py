@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.result import can_plot, write_table
 from polytempo.experiments.run import holds_run
@@ -126,24 +127,19 @@ class Group:
         """The figures over all peers, also written to the folder; those of peers that failed are
         missing."""
         found, rows = [], []
-        lines: dict[str, Line] = {}
+        histories: dict[str, list[dict[str, str]]] = {}
         for name in self.names:
             place = self.out / name
             if not (place / "result.json").exists():
                 continue
             found.append(json.loads((place / "result.json").read_text(encoding="utf8")))
             with (place / "history.csv").open(encoding="utf8", newline="") as file:
-                history = list(csv.DictReader(file))
-            rows += [{"peer": name, **row} for row in history]
-            seconds = [float(row["seconds"]) for row in history]
-            lines[name] = seconds, [float(row["accuracy"]) for row in history]
-        accuracies = [result["accuracy"] for result in found]
+                histories[name] = list(csv.DictReader(file))
+            rows += [{"peer": name, **row} for row in histories[name]]
         summary = {
             "strategy": "p2p",
             "complete": len(found) == len(self.names) and all(row["complete"] for row in found),
-            "accuracy": fmean(accuracies) if found else None,
-            "accuracy_best": max(accuracies, default=None),
-            "accuracy_worst": min(accuracies, default=None),
+            **_of_metric(found),
             "messages": sum(result["messages"] for result in found),
             "announcements": sum(result["announcements"] for result in found),
             "fusions": sum(result["fusions"] for result in found),
@@ -155,8 +151,15 @@ class Group:
         if rows:
             write_table(self.out / "history.csv", rows)
             if can_plot():
-                plot_peers(lines, self.out / "peers.png", clock="seconds since the peer began")
+                self._plot(histories, MetricInfo(**summary["metric"]))
         return summary
+
+    def _plot(self, histories: dict[str, list[dict[str, str]]], metric: MetricInfo) -> None:
+        lines: dict[str, Line] = {}
+        for name, history in histories.items():
+            seconds = [float(row["seconds"]) for row in history]
+            lines[name] = seconds, [float(row[metric.name]) for row in history]
+        plot_peers(lines, metric, self.out / "peers.png", clock="seconds since the peer began")
 
     def _failure(self, name: str) -> str | None:
         """What a peer said when it failed."""
@@ -165,3 +168,17 @@ class Group:
             return None
         said = (self.out / f"{name}.log").read_text(encoding="utf8").splitlines()
         return f"{name} ended with code {code}: {said[-1] if said else 'it said nothing'}"
+
+
+def _of_metric(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean, best and worst over the peers; if all of them failed, nobody knows of what."""
+    if not found:
+        return {"metric": None}
+    metric = MetricInfo(**found[0]["metric"])
+    values = [result[metric.name] for result in found]
+    return {
+        "metric": metric.about,
+        metric.name: fmean(values),
+        f"{metric.name}_best": metric.best(values),
+        f"{metric.name}_worst": metric.worst(values),
+    }

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError
+from polytempo.core.metric import ACCURACY
 from polytempo.data import available
 from polytempo.experiments.compare import (
     known_of_clusters,
@@ -201,11 +202,11 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
         found = results.get(row, ())
         published = experiment.published(row, column)
         pooled = experiment.figure == "accuracy_weighted"
-        ours = spread([r.final(experiment.figure) for r in found], percent=True) if found else "-"
+        ours = spread([r.final(experiment.figure) for r in found], ACCURACY) if found else "-"
         line = {"method": experiment.label(row), FIGURES[experiment.figure][0]: ours}
         if not pooled:
             weighted = [r.final("accuracy_weighted") for r in found]
-            line["by sample"] = spread(weighted, percent=True) if found else "-"
+            line["by sample"] = spread(weighted, ACCURACY) if found else "-"
             line["adapted"] = _share(found, "accuracy_adapted")
         line["paper"] = " ± ".join(f"{each:.2f}" for each in published) if published else "-"
         line["diff."] = "-"
@@ -262,7 +263,7 @@ def _effects(place: Place, column: str, results: Results) -> list[str]:
         published = place.experiment.paper.effects.get(row, {}).get(column)
         words = []
         for index, name in enumerate(("fast", "slow")):
-            ends = spread([pair[index]["accuracy"] for pair in pairs], percent=True)
+            ends = spread([pair[index]["accuracy"] for pair in pairs], ACCURACY)
             effects = [pair[index]["fusion_effect"] for pair in pairs]
             text = f"{name} peer {ends}"
             if None not in effects:
@@ -295,7 +296,7 @@ def _last(found: Sequence[RunResult], key: str) -> str:
 
 
 def _share(found: Sequence[RunResult], key: str) -> str:
-    return spread([r.summary[key] for r in found], percent=True, none="-") if found else "-"
+    return spread([r.summary[key] for r in found], ACCURACY, none="-") if found else "-"
 
 
 def _times(found: Sequence[RunResult]) -> str:

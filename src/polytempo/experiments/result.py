@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from polytempo.core.errors import PolytempoError
+from polytempo.core.errors import PolytempoError, nearest
+from polytempo.core.metric import MetricInfo
 from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
-    plot_accuracy,
     plot_clusters,
+    plot_curves,
     plot_diagnosis,
     plot_graph,
     plot_peers,
@@ -30,14 +32,14 @@ from polytempo.report import (
     write_html,
 )
 from polytempo.simulation import Engine, Extension, clusters
-from polytempo.simulation.metrics import convergence_time, final_accuracy, models_sent, time_to
+from polytempo.simulation.metrics import convergence_time, final_value, models_sent, time_to
 from polytempo.training.footprint import peak_memory
 
 CLUSTERS = clusters.FIGURES
-SOMETIMES = ("accuracy_newcomers", *CLUSTERS, "diagnosis", "peers")  # null where there is none
-TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+SOMETIMES = (*CLUSTERS, "diagnosis", "peers")  # null where there is none
+TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of shares that should be high
 PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have to show
-    "peers": ("Each peer's accuracy", plot_peers),
+    "peers": ("Each peer by itself", plot_peers),
     "diagnosis": ("Why the steps are wrong, and who moves the model", plot_diagnosis),
     "clusters": ("Clusters: who belongs where, when", plot_clusters),
     "similarity": ("How alike the server finds clients, over the run", plot_similarity),
@@ -47,51 +49,77 @@ PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have
 
 @dataclass
 class RunResult:
-    """The figures of one run. `summary` is what result.json holds."""
+    """The figures of one run. `summary` is what result.json holds; every figure of it is an
+    attribute, too: `result.mse_best`, `result.simulated_time`.
+
+    What the metric is depends on the problem: `value` and `adapted` are its figures under any
+    name.
+    """
 
     summary: dict[str, Any]
     history: list[dict[str, Any]]
     simulator: Engine | None = field(default=None, repr=False)  # None when read from a folder
     interrupted: bool = False  # the user asked to stop, perhaps just after the end
 
-    @property
-    def accuracy(self) -> float:
-        """Mean accuracy of the models that clients are handed (last evaluations), 0 to 1; NaN if
-        nothing was trained."""
-        found: float | None = self.summary["accuracy"]
-        return float("nan") if found is None else found
+    def __getattr__(self, name: str) -> Any:
+        summary = self.__dict__.get("summary", {})  # copying asks before there is one
+        if name in summary:
+            return summary[name]
+        metric = f"; the metric of this run is {summary['metric']['name']}" if summary else ""
+        raise AttributeError(f"a run has no figure {name!r}{metric}{nearest(name, summary)}")
 
     @property
-    def accuracy_adapted(self) -> float | None:
+    def metric(self) -> MetricInfo:
+        """What the run is judged by."""
+        return MetricInfo(**self.summary["metric"])
+
+    @property
+    def value(self) -> float:
+        """The metric of the models that clients are handed, mean over clients (last evaluations);
+        NaN if nothing was trained."""
+        return self.final()
+
+    @property
+    def adapted(self) -> float | None:
         """The same after each client has adapted its model locally."""
-        found: float | None = self.summary["accuracy_adapted"]
+        found: float | None = self.summary[f"{self.metric.name}_adapted"]
         return found
 
-    def time_to(self, target: float) -> float | None:
-        """Simulated seconds until the handed accuracy first reaches `target`; None if never."""
-        return time_to(self.history, target)
-
-    def final(self, figure: str = "accuracy") -> float:
-        """Mean of that figure over the last evaluations ("accuracy_weighted": over all test
-        samples, which for one model is the accuracy on the pooled test set); NaN if there is
-        none."""
-        found = final_accuracy(self.history, figure)
+    @property
+    def accuracy(self) -> float:
+        """`value` where the metric is the accuracy, from 0 to 1."""
+        found: float | None = self.__getattr__("accuracy")
         return float("nan") if found is None else found
 
-    def curve(self, figure: str = "accuracy") -> Curve:
+    def time_to(self, target: float) -> float | None:
+        """Simulated seconds until the handed models' metric first is as good as `target`; None if
+        never."""
+        return time_to(self.history, self.metric, target)
+
+    def final(self, figure: str | None = None) -> float:
+        """Mean of that figure over the last evaluations, by default of the metric
+        ("accuracy_weighted": over all test samples, which for one model is the accuracy on the
+        pooled test set); NaN if there is none."""
+        found = final_value(self.history, figure or self.metric.name)
+        return float("nan") if found is None else found
+
+    def curve(self, figure: str | None = None) -> Curve:
+        main = self.metric.name
+        figure = figure or main
         return Curve(
             time=[row["time"] for row in self.history],
             rounds=[row["round"] for row in self.history],
             messages=[models_sent(row) for row in self.history],
-            accuracy=[row[figure] for row in self.history],
-            adapted=self.accuracy_adapted if figure == "accuracy" else None,
-            final=final_accuracy(self.history, figure),
+            values=[row[figure] for row in self.history],
+            adapted=self.adapted if figure == main else None,
+            final=final_value(self.history, figure),
             versions=[row["version"] for row in self.history],
         )
 
     def plot(self, path: str | Path) -> Path:
-        """Draw accuracy against simulated time."""
-        return plot_accuracy({self.summary["strategy"]: [self.curve()]}, Path(path))
+        """Draw the metric against simulated time."""
+        curves = {self.summary["strategy"]: [self.curve()]}
+        return plot_curves(curves, self.metric, Path(path))
 
     def model(self, client: int) -> dict[str, Tensor]:
         """The client's model as a state dict, to load into an `nn.Module` of the same kind."""
@@ -107,8 +135,8 @@ def summarise(
     simulator: Engine, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
 ) -> RunResult:
     """The figures of a run as it stands."""
-    history = simulator.history
-    last = history[-1]
+    history, metric = simulator.history, simulator.metric
+    targets = TARGETS if metric.share and metric.better == "higher" else ()
     sent = simulator.messages
     arrivals = max(1, simulator.round)
     return RunResult(
@@ -118,17 +146,13 @@ def summarise(
             "seed": simulator.seed,
             "complete": complete,
             "federation": simulator.federation.description,
-            "accuracy": final_accuracy(history),
-            "accuracy_best": max(row["accuracy"] for row in history[1:] or history),
-            "accuracy_weighted": last["accuracy_weighted"],
-            "accuracy_std": last["accuracy_std"],
-            "accuracy_worst10": last["accuracy_worst10"],
-            "accuracy_adapted": last["accuracy_adapted"],
+            "metric": metric.about,
+            **_of_metrics(simulator),
             **dict.fromkeys(SOMETIMES),
             **{k: v for each in simulator.extensions.values() for k, v in each.figures().items()},
             "simulated_time": simulator.time,
-            "time_to": {str(target): time_to(history, target) for target in TARGETS},
-            "convergence_time": convergence_time(history),
+            "time_to": {str(target): time_to(history, metric, target) for target in targets},
+            "convergence_time": convergence_time(history, metric),
             "arrivals": simulator.round,
             "messages": {
                 **sent,
@@ -150,6 +174,24 @@ def summarise(
     )
 
 
+def _of_metrics(simulator: Engine) -> dict[str, float | None]:
+    """The metric in all its forms, and the final value of every other."""
+    history, metric = simulator.history, simulator.metric
+    last, name = history[-1], metric.name
+    found = {
+        name: final_value(history, name),
+        f"{name}_best": metric.best(row[name] for row in history[1:] or history),
+        **{f"{name}_{form}": last[f"{name}_{form}"] for form in ("weighted", "std", "worst10")},
+        f"{name}_adapted": last[f"{name}_adapted"],
+        f"{name}_newcomers": None,
+    }
+    for other in simulator.problem.metrics[1:]:
+        pooled = f"{other.name}_weighted"
+        found |= {other.name: final_value(history, other.name), pooled: last[pooled]}
+    # JSON knows no infinity, which is what the perplexity of a model gone astray may be.
+    return {key: v if v is not None and math.isfinite(v) else None for key, v in found.items()}
+
+
 # -- the folder ---------------------------------------------------------------------------------
 
 
@@ -167,8 +209,9 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
         folder / "report.html",
         title=f"{result.summary['strategy']} on {result.summary['federation']}",
         intro=f"Seed {result.summary['seed']}, {result.summary['arrivals']} updates folded"
-        + ("." if result.summary["complete"] else ", interrupted."),
-        table=[_figures(result.summary)],
+        + ("." if result.summary["complete"] else ", interrupted.")
+        + f" Metric: {result.metric.label}, {result.metric.direction}.",
+        table=[_figures(result)],
         images=images,
         settings=settings,
     )
@@ -195,7 +238,9 @@ def can_plot() -> bool:
 def _plots(
     folder: Path, result: RunResult, extensions: Sequence[Extension]
 ) -> list[tuple[str, Path]]:
-    images = [("Accuracy against simulated time", result.plot(folder / "accuracy.png"))]
+    metric = result.metric
+    path = result.plot(folder / f"{metric.name}.png")
+    images = [(f"{metric.heading} against simulated time", path)]
     counts = {int(k): v for k, v in result.summary["staleness"].items()}
     if counts:
         path = plot_staleness(counts, folder / "staleness.png")
@@ -206,16 +251,17 @@ def _plots(
     return images
 
 
-def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
+def _figures(result: RunResult) -> dict[str, str]:
+    summary, metric = result.summary, result.metric
     more = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
     if summary["staleness"]:
         more["mean staleness"] = f"{summary['staleness_mean']:.1f}"
     return {
         "strategy": summary["strategy"],
-        "handed": percent(summary["accuracy"]),
-        "best": percent(summary["accuracy_best"]),
-        "adapted": percent(summary["accuracy_adapted"]),
-        "worst 10%": percent(summary["accuracy_worst10"]),
+        "handed": metric.text(result.value),
+        "best": metric.text(summary[f"{metric.name}_best"]),
+        "adapted": metric.text(result.adapted),
+        "worst 10%": metric.text(summary[f"{metric.name}_worst10"]),
         **more,
         "simulated time": f"{summary['simulated_time']:.1f} s",
         "messages": str(models_sent(summary["messages"])),
@@ -227,10 +273,6 @@ def about_clusters(summary: Mapping[str, Any]) -> str:
     number, pure, ari = (summary[key] for key in CLUSTERS)
     fit = "" if ari is None else f" (purity {pure:.2f}, adjusted Rand index {ari:.2f})"
     return f"{number}{fit}"
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
 
 
 def read_result(folder: Path) -> RunResult:

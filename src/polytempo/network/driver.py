@@ -86,6 +86,7 @@ class Driver:
     ) -> None:
         self.learner, self.plan, self.join, self.folder = learner, plan, join, folder
         self.evaluate, self.fixed = evaluate, dict(fixed)
+        self.metric = learner.solver.problem.metrics[0]
         self.wire = Wire(plan.run, learner.solver.space)
         pairing = Pairing(
             check_name("peer", folder.peer),
@@ -138,7 +139,7 @@ class Driver:
         if (last["iteration"], last["fusions"]) != (learner.iteration, self.figures["fusions"]):
             self._evaluate()
         self._save()
-        complete = self.node.complete
+        complete, name = self.node.complete, self.metric.name
         folder.record("stopped", complete=complete)
         return {
             "id": folder.peer,
@@ -146,8 +147,9 @@ class Driver:
             "complete": complete,
             "iterations": learner.iteration,
             "target": self.node.target,
-            "accuracy": self.history[-1]["accuracy"],
-            "accuracy_best": max(row["accuracy"] for row in self.history),
+            "metric": self.metric.about,
+            name: self.history[-1][name],
+            f"{name}_best": self.metric.best(row[name] for row in self.history),
             **self.figures,
         }
 
@@ -177,9 +179,10 @@ class Driver:
         place.leave()
 
     def _evaluate(self) -> None:
-        figures = {"accuracy": self.evaluate(self.learner), **self.figures}
-        self.history.append({"iteration": self.learner.iteration, **figures})
-        self.folder.record("evaluated", **figures)
+        value, figures = self.evaluate(self.learner), self.figures
+        row = {"iteration": self.learner.iteration, self.metric.name: value, **figures}
+        self.history.append(row)
+        self.folder.record("evaluated", metric=self.metric.about, value=value, **figures)
 
     def _save(self) -> None:
         self.folder.save(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polytempo.report.bars import Bar, plot_bars, plot_tradeoff
 from polytempo.report.clusters import plot_clusters, plot_similarity
-from polytempo.report.curves import Curve, Line, plot_accuracy
+from polytempo.report.curves import Curve, Line, plot_curves
 from polytempo.report.diagnosis import plot_diagnosis
 from polytempo.report.heatmap import plot_heatmaps
 from polytempo.report.html import write_html
@@ -16,9 +16,9 @@ __all__ = [
     "Bar",
     "Curve",
     "Line",
-    "plot_accuracy",
     "plot_bars",
     "plot_clusters",
+    "plot_curves",
     "plot_diagnosis",
     "plot_graph",
     "plot_heatmaps",

@@ -7,12 +7,14 @@ Its objects are typed `Any`: its stubs differ from one version to the next, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.metric import MetricInfo
 from polytempo.files import replacing
 
 INK, QUIET, GRID = "#1f2328", "#59636e", "#e4e7eb"
@@ -20,6 +22,9 @@ INK, QUIET, GRID = "#1f2328", "#59636e", "#e4e7eb"
 # beyond the sixth repeat the colours with other dashes.
 PALETTE = ("#0072b2", "#c44e00", "#5b8f4a", "#d0609a", "#1f2328", "#662211")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (9, 3)))
+
+_ORDERS = 30.0  # between the largest and the smallest value: more, and the scale is logarithmic
+_MANY_DECADES = 4  # from here on only powers of ten are named
 
 _STYLE = {
     "font.size": 10.0,
@@ -69,6 +74,28 @@ def canvas(path: str | Path, width: float, height: float) -> Iterator[Any]:
         metadata = _METADATA[target.suffix.lower()]
         with replacing(target) as partial:
             figure.savefig(partial, dpi=120, metadata=metadata, format=target.suffix[1:].lower())
+
+
+def metric_axis(axes: Any, metric: MetricInfo, values: Iterable[float]) -> None:
+    """The y axis speaks of the metric: its name, shares in per cent, and logarithmic where the
+    values drawn differ by orders of magnitude, as the perplexity of an untrained model does."""
+    from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
+
+    label = metric.label + (f" ({metric.direction})" if metric.better == "lower" else "")
+    if metric.share:
+        axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    else:
+        finite = [value for value in values if math.isfinite(value)]
+        if finite and min(finite) > 0 and max(finite) > _ORDERS * min(finite):
+            axes.set_yscale("log")
+            decades = math.log10(max(finite) / min(finite))
+            subs = (1.0, 2.0, 5.0) if decades < _MANY_DECADES else (1.0,)
+            axes.yaxis.set_major_locator(LogLocator(subs=subs))
+            axes.yaxis.set_minor_locator(NullLocator())
+            label += ", logarithmic"
+        axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_ylabel(label)
 
 
 def bare(axes: Any, grid: str | None = "y") -> None:

@@ -1,4 +1,4 @@
-"""Accuracy over the course of a run."""
+"""The metric over the course of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polytempo.core.errors import PolytempoError, nearest
-from polytempo.report.canvas import DASHES, PALETTE, bare, canvas
+from polytempo.core.metric import MetricInfo
+from polytempo.report.canvas import DASHES, PALETTE, bare, canvas, metric_axis
 
 Floats = NDArray[np.float64]
 AXES = {
@@ -32,91 +33,96 @@ class Curve:
     time: Sequence[float]
     rounds: Sequence[int]
     messages: Sequence[int]
-    accuracy: Sequence[float]
+    values: Sequence[float]  # of the metric
     adapted: float | None = None
     final: float | None = None
     versions: Sequence[int] = ()  # of the server's model
 
     def __post_init__(self) -> None:
-        sizes = [len(self.time), len(self.rounds), len(self.messages), len(self.accuracy)]
+        sizes = [len(self.time), len(self.rounds), len(self.messages), len(self.values)]
         sizes += [len(self.versions)] if self.versions else []
         if len(set(sizes)) != 1 or not sizes[0]:
             raise PolytempoError(
-                "a curve needs equally many times, rounds, messages, accuracies (and versions), at "
+                "a curve needs equally many times, rounds, messages, values (and versions), at "
                 f"least one, but has {', '.join(map(str, sizes))}; evaluate the run at least once"
             )
 
 
-Line = tuple[Sequence[float], Sequence[float]]  # positions and accuracies, one for each evaluation
+Line = tuple[Sequence[float], Sequence[float]]  # positions and values, one for each evaluation
 
 
 def on_common_grid(lines: Sequence[Line]) -> tuple[Floats, Floats]:
-    """The points at which any line changes, and each line's accuracy there, [lines, points].
+    """The points at which any line changes, and each line's value there, [lines, points].
 
-    An accuracy holds until the next evaluation, and the last one to the end: a run that is over
+    A value holds until the next evaluation, and the last one to the end: a run that is over
     still has its model. Points before every line has begun are left out.
     """
     positions = [np.asarray(where, dtype=float) for where, _ in lines]
     grid = np.unique(np.concatenate(positions))
     grid = grid[grid >= max(p[0] for p in positions)]
     values = [
-        np.asarray(accuracy, dtype=float)[np.searchsorted(p, grid, side="right") - 1]
-        for (_, accuracy), p in zip(lines, positions, strict=True)
+        np.asarray(found, dtype=float)[np.searchsorted(p, grid, side="right") - 1]
+        for (_, found), p in zip(lines, positions, strict=True)
     ]
     return grid, np.stack(values)
 
 
-def plot_accuracy(
+def plot_curves(
     curves: Mapping[str, Sequence[Curve]],
+    metric: MetricInfo,
     path: str | Path,
     *,
     x: str = "time",
     of: str = "mean over clients",
 ) -> Path:
-    """Accuracy against "time", "rounds", "versions" or "messages", one line for each label.
+    """The metric against "time", "rounds", "versions" or "messages", one line for each label.
 
     Several curves under one label are several seeds: the line is their mean, and the band reaches
-    from the lowest to the highest. A hollow diamond is the final accuracy after local adaptation.
+    from the lowest to the highest. A hollow diamond is the final value after local adaptation.
     Where one method takes many times as long as another, the axis of time is logarithmic.
     """
     if x not in AXES:
-        raise PolytempoError(f"accuracy cannot be drawn against {x!r}{nearest(x, AXES)}")
+        raise PolytempoError(f"{metric.name} cannot be drawn against {x!r}{nearest(x, AXES)}")
     if not curves or not all(curves.values()):
         empty = [label for label, runs in curves.items() if not runs]
         raise PolytempoError(f"no curves to draw for {empty or 'any label'}; run something first")
     if not all(len(getattr(curve, x)) for runs in curves.values() for curve in runs):
-        raise PolytempoError(f"accuracy cannot be drawn against {x!r}: a curve does not have it")
+        raise PolytempoError(
+            f"{metric.name} cannot be drawn against {x!r}: a curve does not have it"
+        )
     rows = (len(curves) + 1) // 2
     with canvas(path, 8.0, 4.6 + 0.2 * rows) as figure:
         from matplotlib.lines import Line2D
-        from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
+        from matplotlib.ticker import LogLocator, NullLocator
 
         axes = figure.add_subplot()
         handles, grids = [], []
+        drawn: list[float] = []
         for index, (label, runs) in enumerate(curves.items()):
             colour = PALETTE[index % len(PALETTE)]
             look: Any = {"color": colour, "linestyle": DASHES[index // len(PALETTE) % len(DASHES)]}
-            grid, values = on_common_grid([(getattr(run, x), run.accuracy) for run in runs])
+            grid, values = on_common_grid([(getattr(run, x), run.values) for run in runs])
             grids.append(grid)
             mean = values.mean(axis=0)
+            drawn += values.ravel().tolist()
             axes.plot(grid, mean, **look, linewidth=1.8, drawstyle="steps-post")
             if x == "messages" and grid[-1] == 0:  # who sends nothing is as good at any price
                 axes.axhline(mean[-1], color=colour, linewidth=1.2, linestyle=DASHES[2])
             if len(runs) > 1:
                 low, high = values.min(axis=0), values.max(axis=0)
                 axes.fill_between(grid, low, high, color=colour, alpha=0.16, lw=0, step="post")
-            finals = [run.accuracy[-1] if run.final is None else run.final for run in runs]
-            text = f"{label}: {np.mean(finals):.1%}"
+            finals = [run.values[-1] if run.final is None else run.final for run in runs]
+            text = f"{label}: {metric.text(float(np.mean(finals)))}"
             adapted = [run.adapted for run in runs if run.adapted is not None]
             if adapted:
                 height = float(np.mean(adapted))
+                drawn.append(height)
                 axes.plot([grid[-1]], [height], clip_on=False, zorder=5, **_diamond(colour))
-                text += f", \N{WHITE DIAMOND} {height:.1%}"
+                text += f", \N{WHITE DIAMOND} {metric.text(height)}"
             handles.append(Line2D([], [], **look, linewidth=1.8, label=text))
         bare(axes)
         axes.margins(x=0.01)
-        axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+        metric_axis(axes, metric, drawn)
         axes.set(xlabel=AXES[x], title=_title(curves, of))
         ends = [grid[-1] for grid in grids]
         if x == "time" and max(ends) > _STRETCH * min(ends) > 0:
@@ -135,7 +141,7 @@ def plot_accuracy(
 
 def _title(curves: Mapping[str, Sequence[Curve]], of: str) -> str:
     """What the marks mean."""
-    title = f"accuracy, {of}"
+    title = of
     seeds = max(len(runs) for runs in curves.values())
     if seeds > 1:
         title += f"; mean, lowest and highest of {seeds} seeds"

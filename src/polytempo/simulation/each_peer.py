@@ -28,10 +28,11 @@ class EachPeer(Extension):
     def plots(self) -> dict[str, dict[str, Any]]:
         """When which peer was how good; those on slow devices are called so."""
         factors, each = self.simulator.factors, self.simulator.each
+        metric = self.simulator.metric
         lines: dict[str, tuple[list[float], list[float]]] = {}
         for peer, factor in enumerate(factors):
             rows = each[peer :: len(factors)]
             speed = f", {factor:g} times slower" if factor > 1 else ""
-            times, accuracies = [row["time"] for row in rows], [row["accuracy"] for row in rows]
-            lines[f"peer {peer}{speed}"] = times, accuracies
-        return {"peers": {"peers": lines}}
+            times, values = [row["time"] for row in rows], [row[metric.name] for row in rows]
+            lines[f"peer {peer}{speed}"] = times, values
+        return {"peers": {"peers": lines, "metric": metric}}

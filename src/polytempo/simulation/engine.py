@@ -84,7 +84,8 @@ class Engine:
             module, federation, seed, parts, solver="torch", name="serial"
         )
         self.space = self.backend.solver.space
-        self.metric = self.backend.solver.problem.metrics[0]
+        self.problem = self.backend.solver.problem
+        self.metric = self.problem.metrics[0]
         self.federation, self.strategy, self.seed = federation, strategy, seed
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always
@@ -197,10 +198,10 @@ class Engine:
             last = self.history[-1]
             if last["round"] != self.round:
                 last = self._record()
-            if last["accuracy_adapted"] is None and self.adapt_epochs:
-                last["accuracy_adapted"] = self.adapted(stop)
+            if last[self._adapted] is None and self.adapt_epochs:
+                last[self._adapted] = self.adapted(stop)
             self.backend.drain()
-        return last["accuracy_adapted"] is not None or not self.adapt_epochs
+        return last[self._adapted] is not None or not self.adapt_epochs
 
     # -- looking at it -------------------------------------------------------------------------
 
@@ -208,13 +209,13 @@ class Engine:
         with self._timed("evaluation"):
             there = self._there()
             scores = self._evaluate(there)
-            means = over_clients(scores)
+            means = over_clients(scores, self.problem)
             row: dict[str, Any] = {
                 "time": self.time,
                 "round": self.round,
                 "version": self.version,
                 **means,
-                "accuracy_adapted": None,
+                self._adapted: None,
                 **self.messages,
                 "messages": self.sent,
             }
@@ -222,13 +223,19 @@ class Engine:
             for extension in self.extensions.values():
                 row |= extension.evaluated(by_client)
             self.history.append(row)
-            self._emit(events.Evaluate, means["accuracy"], means["loss"])
+            name = self.metric.name
+            self._emit(events.Evaluate, name, row[name], row["loss"])
         if self.adapt_always and self.adapt_epochs and self.round:
-            row["accuracy_adapted"] = self.adapted()
+            row[self._adapted] = self.adapted()
         return row
 
+    @property
+    def _adapted(self) -> str:
+        """The column of the history for what `adapted` finds."""
+        return f"{self.metric.name}_adapted"
+
     def _there(self) -> Sequence[int]:
-        """The clients that accuracies are over."""
+        """The clients that figures are over."""
         return range(self.federation.clients)
 
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
@@ -267,7 +274,7 @@ class Engine:
         return self.memory.vector(PERSONAL, client)
 
     def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean accuracy after every client has adapted a copy of its model by plain training; None
+        """The metric after every client has adapted a copy of its model by plain training; None
         if `stop` broke it off. The learning rate is the one that was set, wherever the schedule is:
         so the figure means the same early and late in a run."""
         with self._timed("evaluation"):
@@ -297,7 +304,7 @@ class Engine:
                     own = [memory[PERSONAL]] if PERSONAL in memory else None
                     exams.append(Exam(adapted, [job.client], own))
                 scores += [score for [score] in self.backend.evaluate(exams)]
-            return over_clients(scores)["accuracy"]
+            return over_clients(scores, self.problem)[self.metric.name]
 
     # -- extensions ------------------------------------------------------------------------------
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polytempo.core.errors import PolytempoError
-from polytempo.training import Score
+from polytempo.core.metric import MetricInfo
+from polytempo.training import Problem, Score, merged
 
 Row = Mapping[str, Any]
-LAST = 3  # evaluations that make up the final accuracy, and the window of smoothing
-TOLERANCE = 0.01
+LAST = 3  # evaluations that make up the final value, and the window of smoothing
+TOLERANCE = 0.01  # of shares; of other metrics, this part of their final level
 MODELS = ("dispatch", "upload", "multicast", "exchange")  # kinds of messages that carry a model
 
 
@@ -21,46 +24,71 @@ def models_sent(messages: Mapping[str, Any]) -> int:
     return sum(int(messages.get(kind, 0)) for kind in MODELS)
 
 
-def over_clients(scores: Sequence[Score]) -> dict[str, float]:
-    """Accuracy over clients: plain mean, mean over all test samples, spread, worst tenth.
+def over_clients(scores: Sequence[Score], problem: Problem) -> dict[str, float | None]:
+    """The problem's metrics over clients. Of the first, m: plain mean, pooled, spread and worst
+    tenth; of the others plain mean and pooled, None where they are not defined.
 
-    `accuracy_weighted` counts every test sample once: for methods with a single model it is the
-    accuracy on the pooled test set. Clients without test samples do not count.
+    Pooled (`m_weighted`) is that of all test samples together: for methods with a single model it
+    is the metric on the pooled test set, and so is `loss`. Clients without test samples do not
+    count, nor do those for which a metric is not defined (NaN).
     """
     tested = [score for score in scores if score.total]  # a client of one sample has no test split
     if not tested:
         raise PolytempoError("no client has a sample to be tested on; use fewer clients")
-    correct = np.array([score.sums["correct"] for score in tested], dtype=np.float64)
-    total = np.array([score.total for score in tested], dtype=np.float64)
-    each = correct / total
-    worst = np.sort(each)[: max(1, len(each) // 10)]
-    return {
-        "accuracy": float(each.mean()),
-        "accuracy_weighted": float(correct.sum() / total.sum()),
-        "accuracy_std": float(each.std()),
-        "accuracy_worst10": float(worst.mean()),
-        "loss": float(sum(score.sums["loss"] for score in tested) / total.sum()),
+    metric, *others = problem.metrics
+    pooled = merged(tested)
+    each = _defined([metric.value(score.sums) for score in tested])
+    if not len(each):
+        raise PolytempoError(
+            f"{metric.name} is not defined (NaN) for any client; use fewer clients, so that each "
+            "has more test samples, or let the problem begin with another metric"
+        )
+    with np.errstate(invalid="ignore"):  # a perplexity may be infinite
+        apart = float(each.std())
+    ordered = np.sort(each) if metric.better == "higher" else np.sort(each)[::-1]
+    found: dict[str, float | None] = {
+        metric.name: float(each.mean()),
+        f"{metric.name}_weighted": float(metric.value(pooled)),
+        f"{metric.name}_std": apart,
+        f"{metric.name}_worst10": float(ordered[: max(1, len(each) // 10)].mean()),
     }
+    found.setdefault("loss", pooled["loss"] / pooled["total"])  # unless it is the metric
+    for other in others:
+        each = _defined([other.value(score.sums) for score in tested])
+        found.setdefault(other.name, float(each.mean()) if len(each) else None)
+        together = other.value(pooled)
+        found[f"{other.name}_weighted"] = None if math.isnan(together) else together
+    return found
 
 
-def final_accuracy(history: Sequence[Row], figure: str = "accuracy") -> float | None:
-    """Mean of the last evaluations (the untrained model's does not count)."""
+def _defined(values: Sequence[float]) -> NDArray[np.float64]:
+    array = np.array(values, dtype=np.float64)
+    return array[~np.isnan(array)]
+
+
+def final_value(history: Sequence[Row], figure: str) -> float | None:
+    """Mean of that column over the last evaluations (the untrained model's does not count)."""
     trained = [row[figure] for row in history if row["round"] > 0 and row[figure] is not None]
     return float(np.mean(trained[-LAST:])) if trained else None
 
 
-def time_to(history: Sequence[Row], target: float) -> float | None:
-    """Simulated time of the first evaluation that reaches the target accuracy."""
-    return next((row["time"] for row in history if row["accuracy"] >= target), None)
+def time_to(history: Sequence[Row], metric: MetricInfo, target: float) -> float | None:
+    """Simulated time of the first evaluation that reaches the target, or gets below it."""
+    reached = (row["time"] for row in history if metric.reaches(row[metric.name], target))
+    return next(reached, None)
 
 
-def convergence_time(history: Sequence[Row]) -> float | None:
-    """When the run had got where it ended: the first time from which on the smoothed accuracy
-    (mean of the last 3 evaluations) stays within 0.01 of its final level."""
+def convergence_time(history: Sequence[Row], metric: MetricInfo) -> float | None:
+    """When the run had got where it ended: the first time from which on the smoothed metric (mean
+    of the last 3 evaluations) stays near its final level: within 0.01 of a share, within 1% of
+    anything else."""
     if len(history) <= LAST:
         return None
-    accuracy = np.array([row["accuracy"] for row in history])
-    smooth = np.array([accuracy[max(0, i - LAST + 1) : i + 1].mean() for i in range(len(accuracy))])
-    outside = np.flatnonzero(np.abs(smooth - smooth[-1]) > TOLERANCE)
+    values = np.array([row[metric.name] for row in history])
+    smooth = np.array([values[max(0, i - LAST + 1) : i + 1].mean() for i in range(len(values))])
+    if not math.isfinite(smooth[-1]):
+        return None
+    near = TOLERANCE if metric.share else TOLERANCE * abs(smooth[-1])
+    outside = np.flatnonzero(np.abs(smooth - smooth[-1]) > near)
     first = int(outside[-1]) + 1 if len(outside) else 0
     return float(history[first]["time"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polytempo.simulation.extension import Extension
-from polytempo.simulation.metrics import final_accuracy, over_clients
+from polytempo.simulation.metrics import final_value, over_clients
 from polytempo.training import Score
 
 if TYPE_CHECKING:
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 
 class Newcomers(Extension):
-    """The accuracy over the clients that were not there at the beginning; None before they come."""
+    """The metric over the clients that were not there at the beginning; None before they come."""
 
     name = "newcomers"
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
+        self.column = f"{simulator.metric.name}_newcomers"
 
     def evaluated(self, scores: Mapping[int, Score]) -> dict[str, Any]:
         new = [score for client, score in scores.items() if client in self.simulator.late]
-        return {"accuracy_newcomers": over_clients(new)["accuracy"] if new else None}
+        if not new:
+            return {self.column: None}
+        means = over_clients(new, self.simulator.problem)
+        return {self.column: means[self.simulator.metric.name]}
 
     def figures(self) -> dict[str, Any]:
-        name = "accuracy_newcomers"
-        return {name: final_accuracy(self.simulator.history, name)}
+        return {self.column: final_value(self.simulator.history, self.column)}

@@ -155,7 +155,7 @@ class PeerSimulator(Engine):
         self.answers = 0  # models that are still to be sent, in pairings under way
         self.local_rounds = self.pairings = 0
         self.each: list[dict[str, float]] = []  # a row for each peer and evaluation
-        self.effects: list[list[float]] = [[] for _ in range(clients)]  # of fusions on accuracy
+        self.effects: list[list[float]] = [[] for _ in range(clients)]  # of fusions on the metric
         if check:
             self.extend(PeerChecker())
         self.extend(EachPeer(self))
@@ -456,9 +456,8 @@ class PeerSimulator(Engine):
         scores = self._score(clients, self.strategy.models)
         for client, score in zip(clients, scores, strict=True):
             iteration = self.learners[client].iteration
-            accuracy = self.metric.value(score.sums)
-            row = {"time": self.time, "peer": client, "iteration": iteration, "accuracy": accuracy}
-            self.each.append(row)
+            row = {"time": self.time, "peer": client, "iteration": iteration}
+            self.each.append(row | {self.metric.name: self.metric.value(score.sums)})
         return scores
 
     def _score(self, clients: Sequence[int], models: Sequence[Tensor]) -> list[Score]:
@@ -482,14 +481,14 @@ class PeerSimulator(Engine):
 
     def peers(self) -> list[dict[str, Any]]:
         """Each peer as it stands: its speed, how far it has come, how good it is, and the mean
-        effect that a fusion has had on its accuracy."""
+        effect that a fusion has had on its metric (after minus before)."""
         last = self.each[-self.federation.clients :]
         return [
             {
                 "peer": client,
                 "factor": self.factors[client],
                 "iterations": learner.iteration,
-                "accuracy": last[client]["accuracy"],
+                self.metric.name: last[client][self.metric.name],
                 "fusion_effect": sum(effects) / len(effects) if effects else None,
             }
             for client, (learner, effects) in enumerate(

@@ -18,7 +18,7 @@ Theory of operation
    upload answers the older dispatch.
 5. Evaluation and adaptation happen outside the clock and leave no trace in the run's state. They
    come every so many rounds; of a synchronous method, when the cohort is complete that reaches the
-   round, so that a model is not dated later than it was there. Accuracies are over the clients that
+   round, so that a model is not dated later than it was there. Metrics are over the clients that
    are there or have been: a newcomer counts from when it joins.
 6. Every event (`core/events.py`) goes to the extensions (invariant checker, clusters), to the
    observers (event log, progress bar) and into a running fingerprint: two runs with equal

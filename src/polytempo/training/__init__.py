@@ -5,7 +5,7 @@ from polytempo.training.factory import BackendName, SolverName, find_device, mak
 from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
 from polytempo.training.learner import Learner
 from polytempo.training.memory import ClientMemory
-from polytempo.training.problem import PROBLEMS, Metric, Problem, Score, problem_for
+from polytempo.training.problem import PROBLEMS, Metric, Problem, Score, merged, problem_for
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver, Solver
 
@@ -28,5 +28,6 @@ __all__ = [
     "SolverName",
     "find_device",
     "make_backend",
+    "merged",
     "problem_for",
 ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.metric import Direction, MetricInfo
 from polytempo.core.registry import Options, Registry
 from polytempo.data import Federation
 from polytempo.data.text import PADDING
 
 Sums = Mapping[str, float]
-Direction = Literal["higher", "lower"]
 Reduction = Literal["mean", "sum"]
 Function = Callable[[Tensor, Tensor], Any]
 
@@ -55,18 +55,19 @@ class Score:
         return self.sums.get("total", 0.0)
 
 
+def merged(scores: Iterable[Score]) -> Sums:
+    """The sums of all of them together."""
+    found: dict[str, float] = {}
+    for score in scores:
+        for key, value in score.sums.items():
+            found[key] = found.get(key, 0.0) + value
+    return found
+
+
 @dataclass(frozen=True)
-class Metric:
-    """A figure made of sums.
+class Metric(MetricInfo):
+    """A figure made of sums; NaN where it is not defined, such as R2 of a single sample."""
 
-    name: in results and on the command line; label: on axes and in tables.
-    better: the direction; share: whether it lies in 0..1 and is shown in per cent.
-    """
-
-    name: str
-    label: str
-    better: Direction
-    share: bool
     value: Callable[[Sums], float]
 
 
@@ -294,7 +295,7 @@ class Own(Problem):
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
-        key, usual = ("loss", "lower") if self._measure is None else ("metric", "higher")
+        key, usual = ("loss", "lower") if self._measure is None else ("measure", "higher")
         name = str(self.metric_name or getattr(self._measure, "__name__", key))
         name = key if name == "<lambda>" else name
         better: Any = self.better or usual
@@ -314,7 +315,7 @@ class Own(Problem):
         if self._measure is not None:
             values = torch.as_tensor(self._measure(_single_output(outputs, targets), targets))
             name = f"the metric {self.measure}"
-            found["metric"] = float(_reduced(values.double(), len(targets), "sum", name))
+            found["measure"] = float(_reduced(values.double(), len(targets), "sum", name))
         return found
 
 
