@@ -268,8 +268,8 @@ class RunConfig(BaseModel):
 
 
 EXECUTION = ("workers", "backend")  # what has no influence on any result
-# What may change when a run is resumed: how long it is, that it is no longer verified on the way, and
-# where its data are (which are known by their digest).
+# What may change when a run is resumed: how long it is, that it is no longer verified on the way,
+# and where its data are (which are known by their digest).
 RESUMABLE = (*EXECUTION, *("rounds", "versions", "messages", "until", "check", "data_dir"))
 # What is filled in when a run begins, if it was left open.
 FILLED = ("data_dir", "clients", "partition", "slots", "refill", "eval_every")
