@@ -30,7 +30,7 @@ from polytempo.strategies import (
     FedSaCPACE,
     Standalone,
 )
-from polytempo.training import AutogradSolver, Backend, Exam, Job, Score, make_backend
+from polytempo.training import AutogradSolver, Exam, Executor, Job, Score, make_executor
 
 TASK = Task(epochs=1, batch_size=3, lr=0.05)
 ROUNDS = 14
@@ -110,20 +110,20 @@ class Run(NamedTuple):
     wasted: int = 0
 
 
-def simulator(fed: Federation, world: World, backend: Backend, **more) -> Simulator:
+def simulator(fed: Federation, world: World, backend: Executor, **more) -> Simulator:
     options = {"task": TASK, "adapt_epochs": 1, "eval_every": 6, "check": True}
     return Simulator(
         fed, module(), world.strategy(), **(options | world.options | more), backend=backend
     )
 
 
-def backend_of(fed: Federation, solver: str, workers: int = 0) -> Backend:
+def backend_of(fed: Federation, solver: str, workers: int = 0) -> Executor:
     """On so many processes; 0: in this one."""
     where = {"name": "processes", "workers": workers} if workers else {"name": "serial"}
-    return make_backend(module(), fed, 0, solver=solver, **where)
+    return make_executor(module(), fed, 0, solver=solver, **where)
 
 
-def whole_run(fed: Federation, world: World, backend: Backend, rounds: int = ROUNDS) -> Run:
+def whole_run(fed: Federation, world: World, backend: Executor, rounds: int = ROUNDS) -> Run:
     simulation, log, before = simulator(fed, world, backend), [], backend.wasted
     simulation.observers.append(lambda event: log.append(as_dict(event)))
     assert simulation.run(rounds)
@@ -164,7 +164,7 @@ def assert_same(a: Run, b: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def crews(small) -> Iterator[dict[tuple[str, int], Backend]]:
+def crews(small) -> Iterator[dict[tuple[str, int], Executor]]:
     """Backends whose workers stay for all tests (it takes longer to start them than to use them).
     Runs follow one another on them, and must not notice."""
     kinds = [("torch", 1), ("torch", 2), ("torch", 3), ("dense", 2)]
@@ -217,7 +217,7 @@ def after(events: int) -> Callable[[], bool]:
 
 
 def run_in_pieces(
-    fed: Federation, world: World, backends: Sequence[Callable[[], Backend]], path: Path
+    fed: Federation, world: World, backends: Sequence[Callable[[], Executor]], path: Path
 ) -> Run:
     """Stopped after every few events, saved, and continued by the next backend (in turn)."""
     log: list[dict] = []
@@ -311,7 +311,7 @@ def eager_run(fed: Federation, name: str) -> tuple[Run, list[Job]]:
         pools.append(Eager(solver))
         return pools[-1]
 
-    run = whole_run(fed, WORLDS[name], Backend(solver, start))
+    run = whole_run(fed, WORLDS[name], Executor(solver, start))
     [pool] = pools
     return run, [job for job in pool.jobs if job.stream[0] == "client"]
 
@@ -390,7 +390,7 @@ def test_workers_train_ahead_in_the_order_in_which_updates_are_due(small):
         return pools[-1]
 
     world = WORLDS["fedavg"]
-    simulation, log = simulator(small, world, Backend(solver, start), adapt_epochs=0), []
+    simulation, log = simulator(small, world, Executor(solver, start), adapt_epochs=0), []
     simulation.observers.append(lambda event: log.append(as_dict(event)))
     simulation.run(30)
     uploads = [event["dispatch"] for event in of_kind(log, "upload")]
@@ -406,7 +406,7 @@ def test_workers_train_ahead_in_the_order_in_which_updates_are_due(small):
 # -- evaluation ---------------------------------------------------------------------------------
 
 
-class Watched(Backend):
+class Watched(Executor):
     """Remembers which clients were looked at."""
 
     def __init__(self, fed: Federation) -> None:

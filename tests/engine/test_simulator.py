@@ -29,7 +29,7 @@ from polytempo.strategies import (
     Standalone,
 )
 from polytempo.strategies.gradients import GradientStrategy
-from polytempo.training import AutogradSolver, Backend, Exam, Job
+from polytempo.training import AutogradSolver, Exam, Executor, Job
 from solving import upload_of
 
 TASK = Task(epochs=2, batch_size=4, lr=0.05)
@@ -41,7 +41,7 @@ def module() -> nn.Module:
         return nn.Linear(12, 4)
 
 
-class Recorder(Backend):
+class Recorder(Executor):
     """Trains in this process and remembers what was asked of it."""
 
     def __init__(self, fed: Federation, seed: int = 0) -> None:

@@ -19,7 +19,7 @@ from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Drop
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES
-from polytempo.training import Backend, Outcome, Score, problem_for
+from polytempo.training import Executor, Outcome, Score, problem_for
 
 CLIENTS, SIZE = 6, 4
 CENTRES = torch.from_numpy(np.random.default_rng(0).normal(size=(CLIENTS, SIZE))).float()
@@ -34,7 +34,7 @@ class Quadratic:
     def __init__(self, noise: float) -> None:
         module = nn.Linear(SIZE, 1, bias=False)
         nn.init.constant_(module.weight, 0.7)
-        self.space = Layout(module)
+        self.layout = Layout(module)
         self.problem = problem_for(federation())
         self.noise = noise
 
@@ -76,11 +76,11 @@ def simulator(strategy, noise=0.0, steps=1, every=1, **options) -> Simulator:
     task = Task(steps=steps, batch_size=5, lr=RATE, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     return Simulator(
         federation(),
-        solver.space.module,
+        solver.layout.module,
         STRATEGIES.create(strategy),
         task=task,
         devices=TwoSpeed(slow=0.5, factor=4),
-        backend=Backend(solver),
+        backend=Executor(solver),
         adapt_epochs=0,
         eval_every=1000,
         diagnose=every,

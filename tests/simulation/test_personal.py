@@ -20,7 +20,7 @@ from polytempo.simulation.devices import Links, TwoSpeed
 from polytempo.simulation.metrics import over_clients
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES, FedAvg
-from polytempo.training import PERSONAL, Backend, Job, Score, make_backend
+from polytempo.training import PERSONAL, Executor, Job, Score, make_executor
 
 TASK = Task(epochs=1, batch_size=8, lr=0.05)
 HEAD = Parts(["head"])
@@ -35,17 +35,17 @@ def module() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4))
 
 
-def backend_of(fed: Federation, solver: str = "torch", workers: int = 0) -> Backend:
+def backend_of(fed: Federation, solver: str = "torch", workers: int = 0) -> Executor:
     where = {"name": "processes", "workers": workers} if workers else {"name": "serial"}
-    return make_backend(module(), fed, 0, HEAD, solver=solver, **where)
+    return make_executor(module(), fed, 0, HEAD, solver=solver, **where)
 
 
-def simulator(fed: Federation, name: str, backend: Backend | None = None, **more) -> Simulator:
+def simulator(fed: Federation, name: str, backend: Executor | None = None, **more) -> Simulator:
     options = {"task": TASK, "slots": 4, "adapt_epochs": 1, "eval_every": 8, "check": True}
     options |= {"devices": TwoSpeed(factor=5.0), "network": Links(low=1e-3, high=1e-2)} | more
     backend = backend or backend_of(fed)
     strategy = STRATEGIES.create(name)
-    return Simulator(fed, backend.solver.space.module, strategy, backend=backend, **options)
+    return Simulator(fed, backend.solver.layout.module, strategy, backend=backend, **options)
 
 
 def heads(simulation: Simulator) -> list[Tensor]:
@@ -101,7 +101,7 @@ def test_only_the_shared_part_travels_and_the_head_is_everybodys_own(small, name
     for a, b in combinations(sorted(trained), 2):
         assert not torch.equal(own[a], own[b])
     for client in set(range(8)) - trained:
-        assert torch.equal(own[client], simulation.space.initial_personal)
+        assert torch.equal(own[client], simulation.layout.initial_personal)
 
 
 def test_a_client_is_tested_with_its_own_head(small, whole):
@@ -151,7 +151,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(small, name, keep, tmp_path
 
 
 @pytest.fixture(scope="module")
-def crew(small) -> Iterator[Backend]:
+def crew(small) -> Iterator[Executor]:
     """Workers that stay for all tests."""
     with backend_of(small, workers=2) as backend:
         yield backend
@@ -179,9 +179,9 @@ def test_the_dense_solver_changes_the_last_digits_only(small, name, whole):
 def test_fedavg_with_a_personal_head_is_fedper(small):
     """Done again in torch: a body for all, a head for each, rounds of three clients."""
     task = Task(epochs=2, batch_size=8, lr=0.05, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
-    backend = make_backend(module().double(), small, 0, HEAD, solver="torch", name="serial")
+    backend = make_executor(module().double(), small, 0, HEAD, solver="torch", name="serial")
     options = {"task": task, "slots": 3, "adapt_epochs": 0, "devices": TwoSpeed(), "check": True}
-    shared = backend.solver.space.module
+    shared = backend.solver.layout.module
     simulation, log = Simulator(small, shared, FedAvg(), backend=backend, **options), []
     simulation.observers.append(log.append)
     simulation.run(15)
@@ -259,7 +259,7 @@ def test_adaptation_is_of_a_copy_own_head_included(small):
         stream, memory = ("adapt", client, "round", ROUNDS), simulation.memory.get(client)
         job = Job(client, simulation.strategy.model_for(client), TASK, stream, memory=memory)
         [(shared, _, memory)] = simulation.backend.solver.carry_out([job])
-        simulation.space.load(shared, memory[PERSONAL])
+        simulation.layout.load(shared, memory[PERSONAL])
         each.append(simulation.backend.solver.score(small.test[client]))
     adapted = over_clients(each, simulation.backend.solver.problem)["accuracy"]
     assert row["accuracy_adapted"] == pytest.approx(adapted)

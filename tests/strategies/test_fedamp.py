@@ -189,7 +189,7 @@ def trained_by_autograd(fed, client, start, anchor, lam, task, stream):
 def test_the_penalty_has_a_gradient(form, lam, small):
     task = Task(epochs=2, batch_size=6, lr=0.05)
     trainer = AutogradSolver(network(), small, seed=4)
-    initial = trainer.space.read()
+    initial = trainer.layout.read()
     strategy = FORMS[form](lam=lam)
     server = Server(strategy, Context(initial, small.samples, task, 0))
     sent, following = {dispatch.client: dispatch for dispatch in server.join(range(8))}, {}

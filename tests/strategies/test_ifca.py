@@ -12,7 +12,7 @@ from polytempo.core.errors import Refused
 from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.strategies import IFCA, IFCAAsync
-from polytempo.training import AutogradSolver, Job, make_backend
+from polytempo.training import AutogradSolver, Job, make_executor
 
 TENSORS = [12, 4]
 
@@ -129,7 +129,7 @@ def test_all_solvers_and_backends_choose_alike(small, solver, workers):
     with torch.random.fork_rng(devices=[]):
         module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
         plain = AutogradSolver(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), small, seed=0)
-    with make_backend(module, small, 0, solver=solver, workers=workers) as backend:
+    with make_executor(module, small, 0, solver=solver, workers=workers) as backend:
         asked = jobs(small, task)
         for job in asked:
             backend.expect(job)

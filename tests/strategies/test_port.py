@@ -15,7 +15,7 @@ from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Devices
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import PORT
-from polytempo.training import AutogradSolver, Backend
+from polytempo.training import AutogradSolver, Executor
 
 INITIAL = torch.tensor([1.0, -2.0, 0.5])
 
@@ -274,7 +274,7 @@ class Scripted(Devices):
         return self.long.pop() if factor == 0.0 and self.long else 1.0
 
 
-class Recorder(Backend):
+class Recorder(Executor):
     def __init__(self, module, fed) -> None:
         super().__init__(AutogradSolver(module, fed, seed=0))
         self.jobs, self.vectors = [], []

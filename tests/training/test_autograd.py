@@ -71,10 +71,10 @@ def test_lean_loop_equals_plain_torch_loop(small, trainer, kind, momentum):
     )
     assert len(small.y[small.train[0]]) % 4 != 1  # no merged last batch: the schedules agree
     expected = plain_loop(small, network().state_dict(), task, penalty)
-    found = upload_of(trainer, Job(0, trainer.space.read(), task, STREAM))
+    found = upload_of(trainer, Job(0, trainer.layout.read(), task, STREAM))
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
-    assert (found - trainer.space.read()).abs().max() == 0  # the model stays resident
+    assert (found - trainer.layout.read()).abs().max() == 0  # the model stays resident
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
@@ -86,7 +86,7 @@ def test_an_anchor_that_is_sent_along_takes_the_place_of_the_received_model(
     task = Task(
         epochs=3, batch_size=4, lr=0.05, objective=objective, optimizer=Sgd(momentum=momentum)
     )
-    start = trainer.space.read()
+    start = trainer.layout.read()
     draw = torch.Generator().manual_seed(1)
     anchor = start + 0.3 * torch.randn(len(start), generator=draw, dtype=torch.float64)
     kept = start.clone(), anchor.clone()
@@ -101,7 +101,7 @@ def test_an_anchor_that_is_sent_along_takes_the_place_of_the_received_model(
 
 
 def test_a_gradient_has_the_pull_towards_the_anchor_and_a_delta_starts_at_the_model(trainer):
-    start = trainer.space.read()
+    start = trainer.layout.read()
     anchor = start + 1.0
     task = Task(
         batch_size=6, objective=Proximal(0.5), upload="gradient", optimizer=Sgd(weight_decay=0.0)
@@ -121,12 +121,12 @@ def test_an_anchor_counts_for_parameters_not_for_statistics(small):
     """It is as long as the model, batch statistics included; these are not pulled."""
     module = nn.Sequential(nn.Linear(12, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)).double()
     trainer = AutogradSolver(module, small, SEED)
-    start = trainer.space.read()
-    assert len(start) > trainer.space.parameters
+    start = trainer.layout.read()
+    assert len(start) > trainer.layout.parameters
     job = Job(0, start, Task(epochs=1, objective=Proximal(0.5)), STREAM, vectors={"anchor": start})
     expected = upload_of(trainer, job)
     other = start.clone()
-    other[trainer.space.parameters :] += 7.0
+    other[trainer.layout.parameters :] += 7.0
     assert torch.equal(upload_of(trainer, replace(job, vectors={"anchor": other})), expected)
     assert torch.equal(upload_of(trainer, replace(job, vectors={})), expected)
 
@@ -134,12 +134,12 @@ def test_an_anchor_counts_for_parameters_not_for_statistics(small):
 def test_training_from_a_later_step_is_the_tail_of_the_schedule(small, trainer):
     task = Task(epochs=2, batch_size=4, lr=0.05)
     expected = plain_loop(small, network().state_dict(), task, lambda t, a: 0.0, first=3, last=7)
-    job = Job(0, trainer.space.read(), task, STREAM, first_step=3, last_step=7)
+    job = Job(0, trainer.layout.read(), task, STREAM, first_step=3, last_step=7)
     torch.testing.assert_close(upload_of(trainer, job), expected, rtol=1e-5, atol=1e-9)
 
 
 def test_delta_is_the_model_minus_what_was_received(trainer):
-    start = trainer.space.read()
+    start = trainer.layout.read()
     model = upload_of(trainer, Job(0, start, Task(), STREAM))
     delta = upload_of(trainer, Job(0, start, Task(upload="delta"), STREAM))
     torch.testing.assert_close(start + delta, model)
@@ -147,7 +147,7 @@ def test_delta_is_the_model_minus_what_was_received(trainer):
 
 
 def test_gradient_upload_is_the_gradient_of_the_first_batch(small, trainer):
-    start = trainer.space.read()
+    start = trainer.layout.read()
     task = Task(batch_size=6, upload="gradient", optimizer=Sgd(weight_decay=0.01))
     found = upload_of(trainer, Job(0, start, task, STREAM))
     rows = rng(SEED, *STREAM, "epoch", 0).permutation(len(small.y[small.train[0]]))[:6]
@@ -156,7 +156,7 @@ def test_gradient_upload_is_the_gradient_of_the_first_batch(small, trainer):
     nn.functional.cross_entropy(model(x), y).backward()
     expected = torch.cat([(p.grad + 0.01 * p.detach()).flatten() for p in model.parameters()])
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(trainer.space.vector, start)  # no step was taken
+    torch.testing.assert_close(trainer.layout.vector, start)  # no step was taken
 
 
 def test_a_lone_last_sample_joins_the_batch_before(small):
@@ -165,15 +165,15 @@ def test_a_lone_last_sample_joins_the_batch_before(small):
         epochs=1, batch_size=samples - 1, lr=0.1, optimizer=Sgd(momentum=0.0, weight_decay=0.0)
     )
     trainer = AutogradSolver(network(), small, SEED)
-    merged = upload_of(trainer, Job(0, trainer.space.read(), task, STREAM))
+    merged = upload_of(trainer, Job(0, trainer.layout.read(), task, STREAM))
     trainer = AutogradSolver(network(), small, SEED)
     whole = replace(task, batch_size=samples)
-    expected = upload_of(trainer, Job(0, trainer.space.read(), whole, STREAM))
+    expected = upload_of(trainer, Job(0, trainer.layout.read(), whole, STREAM))
     torch.testing.assert_close(merged, expected)
 
 
 def test_result_depends_on_the_job_alone(small, trainer):
-    start = trainer.space.read()
+    start = trainer.layout.read()
     jobs = [Job(c, start, Task(epochs=1), ("client", c, "dispatch", 9)) for c in range(4)]
     together = uploads_of(trainer, jobs)
     apart = [upload_of(trainer, job) for job in reversed(jobs)][::-1]
@@ -201,7 +201,7 @@ class FunctionalDropout(nn.Module):
 def test_random_layers_are_reproducible_and_leave_the_global_stream_alone(small, make):
     module = make()
     trainer = AutogradSolver(module, small, SEED)
-    job = Job(0, trainer.space.read(), Task(epochs=2), STREAM)
+    job = Job(0, trainer.layout.read(), Task(epochs=2), STREAM)
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     first = upload_of(trainer, job)
@@ -213,7 +213,7 @@ def test_random_layers_are_reproducible_and_leave_the_global_stream_alone(small,
 
 def test_evaluation_counts_correct_test_samples(small, trainer):
     model = network()
-    scores = trainer.evaluate(Exam(trainer.space.read(), [2, 0]))
+    scores = trainer.evaluate(Exam(trainer.layout.read(), [2, 0]))
     for client, score in zip([2, 0], scores, strict=True):
         x, y = small.x[small.test[client]].double(), small.y[small.test[client]]
         logits = model(x)

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from polytempo.training import Backend, Exam, Job, Outcome
+from polytempo.training import Exam, Executor, Job, Outcome
 from polytempo.training.executors.executor import AHEAD
 
 numbers = itertools.count()
@@ -137,7 +137,7 @@ class Workshop:
         self.solver = Solver(group)
         self.pools: list[Pool] = []
         self.workers, self.choose = workers, choose
-        self.backend = Backend(self.solver, self._start if workers else None)
+        self.backend = Executor(self.solver, self._start if workers else None)
 
     def _start(self) -> Pool:
         self.pools.append(Pool(self.solver, self.workers, self.choose))

@@ -14,7 +14,7 @@ from polytempo.core.client_steps import CLIENT_STEPS, Basis, Choose, ClientStep,
 from polytempo.core.masks import largest, unpack
 from polytempo.core.optimizer import AdamW, Sgd
 from polytempo.core.task import TASKS
-from polytempo.training import Backend, Job, Outcome, make_backend
+from polytempo.training import Executor, Job, Outcome, make_executor
 from polytempo.training.jobs import Swap
 from polytempo.training.solvers.dense import DenseSolver
 
@@ -49,12 +49,12 @@ def jobs_for(task: Task) -> list[Job]:
     return [Job(client, first, task, ("client", client), vectors=beside) for client in range(8)]
 
 
-def backend_of(fed: Federation, solver: str, workers: int) -> Backend:
+def backend_of(fed: Federation, solver: str, workers: int) -> Executor:
     where = {"name": "processes", "workers": workers} if workers else {"name": "serial"}
-    return make_backend(module(), fed, SEED, solver=solver, **where)
+    return make_executor(module(), fed, SEED, solver=solver, **where)
 
 
-def outcomes(backend: Backend, jobs: list[Job]) -> list[Outcome]:
+def outcomes(backend: Executor, jobs: list[Job]) -> list[Outcome]:
     for job in jobs:
         backend.expect(job)
     return [backend.carry_out(job) for job in jobs]
@@ -237,7 +237,7 @@ def test_who_is_masked_does_not_change_how_others_are_trained(registered):
         torch.manual_seed(0)
         solver = DenseSolver(nn.Sequential(nn.Linear(200, 4)), wide, SEED)
     task = replace(TASK, epochs=9, client_steps=(Visits(),))
-    start = solver.space.read()
+    start = solver.layout.read()
     jobs = [Job(client, start, task, ("client", client)) for client in range(8)]
     kinds = [solver.kind(job) for job in jobs]
     jobs = [job for job, kind in zip(jobs, kinds, strict=True) if kind == kinds[0]]

@@ -113,7 +113,7 @@ def pair(hidden: Sequence[int], fed: Federation = FEDERATION, **options):
 
 def job_for(trainer: AutogradSolver, name: str | int, task: Task = TASK, **more) -> Job:
     client = NAMES.index(name) if isinstance(name, str) else name
-    job = Job(client, trainer.space.read(), task, ("client", client, "dispatch", 3))
+    job = Job(client, trainer.layout.read(), task, ("client", client, "dispatch", 3))
     return replace(job, **more)
 
 
@@ -182,7 +182,7 @@ def test_with_and_without_momentum_and_weight_decay(upload, momentum, weight_dec
 
 def elsewhere(trainer: AutogradSolver, seed: int = 0) -> Tensor:
     """Some vector that is not the model."""
-    start = trainer.space.read()
+    start = trainer.layout.read()
     noise = torch.randn(len(start), generator=torch.Generator().manual_seed(seed))
     return start + 0.3 * noise.to(start.dtype)
 
@@ -278,7 +278,7 @@ def test_a_model_of_zeros(model, kind):
     fast, plain = pair(MODELS[model])
     task = replace(TASK, objective=OBJECTIVES[kind])
     for name in ("few", "many"):
-        job = job_for(fast, name, task, params=torch.zeros(fast.space.size, dtype=torch.float64))
+        job = job_for(fast, name, task, params=torch.zeros(fast.layout.size, dtype=torch.float64))
         assert_same_upload(fast, plain, job)
 
 
@@ -371,7 +371,7 @@ def test_results_are_the_same_bit_for_bit_in_any_group_and_order(name, kind):
     )
     trainer = DenseSolver(network(hidden, fed.x.shape[1], torch.float32), fed, SEED)
     assert trainer.group > 1
-    start = trainer.space.read()
+    start = trainer.layout.read()
     jobs = []
     for client in range(fed.clients):
         other = start + torch.randn(len(start), generator=torch.Generator().manual_seed(client))
@@ -410,7 +410,7 @@ def test_every_job_of_a_group_has_its_own_anchor():
     for k, (client, last) in enumerate([(0, 2), (1, None), (2, 1), (3, 3)]):
         stream = ("client", client)
         vectors = {"anchor": elsewhere(trainer, k)}
-        job = Job(client, trainer.space.read(), task, stream, 0, last, vectors)
+        job = Job(client, trainer.layout.read(), task, stream, 0, last, vectors)
         jobs.append(job)
     assert all(trainer.kind(job) == trainer.kind(jobs[0]) for job in jobs)
     plain = AutogradSolver(network(hidden, 64, torch.float32), fed, SEED)
@@ -424,7 +424,7 @@ def test_a_new_trainer_and_an_old_one_give_the_same_bits():
     fed, hidden = CROWDS["small"]
     old = DenseSolver(network(hidden, 64, torch.float32), fed, SEED)
     for client in (3, 1, 0, 2, 0, 7):
-        job = Job(client, old.space.read(), TASK, ("client", client))
+        job = Job(client, old.layout.read(), TASK, ("client", client))
         new = DenseSolver(network(hidden, 64, torch.float32), fed, SEED)
         assert torch.equal(upload_of(old, job), upload_of(new, job))
 
@@ -468,10 +468,10 @@ def held(thing: object, seen: set[int]) -> int:
 def test_what_is_remembered_of_clients_is_bounded(monkeypatch):
     fed = crowd([20 + k % 5 for k in range(40)], 400)
     trainer = DenseSolver(network([7], 400, torch.float32), fed, SEED)
-    jobs = [Job(client, trainer.space.read(), TASK, ("client", client)) for client in range(40)]
+    jobs = [Job(client, trainer.layout.read(), TASK, ("client", client)) for client in range(40)]
 
     def remembered() -> int:
-        given = (trainer.space, trainer.federation, trainer.x, trainer.y)
+        given = (trainer.layout, trainer.federation, trainer.x, trainer.y)
         return held(trainer, {id(thing) for thing in given})
 
     first = upload_of(trainer, jobs[0])

@@ -6,7 +6,7 @@ from torch import nn
 
 from polytempo import PolytempoError
 from polytempo.core.layout import Parts
-from polytempo.training import AutogradSolver, find_device, make_backend
+from polytempo.training import AutogradSolver, find_device, make_executor
 from polytempo.training.solvers.dense import DenseSolver
 
 
@@ -30,7 +30,7 @@ def other() -> nn.Module:
     ],
 )
 def test_the_solver_is_the_fastest_that_fits(small, make, parts, solver, expected):
-    backend = make_backend(make(), small, 0, parts, solver=solver, name="serial")
+    backend = make_executor(make(), small, 0, parts, solver=solver, name="serial")
     assert type(backend.solver) is expected
     how = "dense" if expected is DenseSolver else "torch"
     assert backend.name == f"{how}, serial"
@@ -42,7 +42,7 @@ def test_the_solver_is_the_fastest_that_fits(small, make, parts, solver, expecte
 )
 def test_a_solver_that_does_not_fit_is_refused(small, make, parts):
     with pytest.raises(PolytempoError, match=r"solver dense .* frozen.*Sequential.* torch"):
-        make_backend(make(), small, 0, parts, solver="dense")
+        make_executor(make(), small, 0, parts, solver="dense")
 
 
 @pytest.mark.parametrize("solver", ["torch", "dense"])
@@ -58,7 +58,7 @@ def test_a_solver_that_does_not_fit_is_refused(small, make, parts):
     ],
 )
 def test_where_is_independent_of_how(small, solver, name, workers, small_run, expected):
-    backend = make_backend(
+    backend = make_executor(
         stack(), small, 0, solver=solver, name=name, workers=workers, small=small_run
     )
     between = ", " if expected == "serial" else " on "
@@ -67,7 +67,7 @@ def test_where_is_independent_of_how(small, solver, name, workers, small_run, ex
 
 def test_a_serial_backend_has_no_workers(small):
     with pytest.raises(PolytempoError, match="serial has no workers, got 4; use processes"):
-        make_backend(stack(), small, 0, name="serial", workers=4)
+        make_executor(stack(), small, 0, name="serial", workers=4)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,19 @@ def test_a_serial_backend_has_no_workers(small):
 def test_workers_cannot_share_a_device(small, name, workers):
     """Any device that is not the CPU will do for this."""
     with pytest.raises(PolytempoError, match="workers cannot share the device meta"):
-        make_backend(stack(), small, 0, device="meta", name=name, workers=workers)
+        make_executor(stack(), small, 0, device="meta", name=name, workers=workers)
 
 
 def test_on_another_device_one_torch_solver_owns_all(small):
-    backend = make_backend(stack(), small, 0, device="meta")
+    backend = make_executor(stack(), small, 0, device="meta")
     assert backend.name == "torch, serial"
     solver = backend.solver
-    assert {solver.x.device.type, solver.y.device.type, solver.space.vector.device.type} == {"meta"}
+    assert {solver.x.device.type, solver.y.device.type, solver.layout.vector.device.type} == {
+        "meta"
+    }
     assert small.x.device.type == "cpu"
     with pytest.raises(PolytempoError, match="not this Sequential for classification on meta"):
-        make_backend(stack(), small, 0, device="meta", solver="dense")
+        make_executor(stack(), small, 0, device="meta", solver="dense")
 
 
 def test_devices_are_found_or_named(monkeypatch):

@@ -146,7 +146,7 @@ def test_extras_are_of_the_model_that_was_trained(small, solver, upload):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 4)).double()
     trainer = solver(module, small, 5)
-    start = trainer.space.read()
+    start = trainer.layout.read()
     task = Task(epochs=2, batch_size=4, lr=0.1, upload=upload, client_steps=(Basis(2),))
     job = Job(3, start + 0.1, task, ("client", 3))
     [(vector, extras, _)] = trainer.carry_out([job])
@@ -165,7 +165,7 @@ def test_extras_are_of_the_model_that_was_trained(small, solver, upload):
 
 def test_a_task_without_a_basis_has_no_extras(small):
     trainer = AutogradSolver(nn.Conv1d(1, 1, 1), small, 5)  # which could not give one
-    session = trainer.begin(Job(0, trainer.space.read(), Task(), ("a",)))
+    session = trainer.begin(Job(0, trainer.layout.read(), Task(), ("a",)))
     assert session.finish().extras == {}
 
 
@@ -173,7 +173,7 @@ def test_dropout_is_off_and_large_shards_are_taken_in_parts(small, monkeypatch):
     monkeypatch.setattr("polytempo.training.session._EVALUATION_BATCH", 5)
     module = nn.Sequential(nn.Linear(12, 7), nn.Dropout(0.5), nn.Linear(7, 4)).double()
     trainer = AutogradSolver(module, small, 5)
-    start = trainer.space.read()
+    start = trainer.layout.read()
     job = Job(1, start, Task(client_steps=(Basis(3),)), ("a",))
     module.train()
     basis = trainer.begin(job).finish().extras["basis"].numpy()

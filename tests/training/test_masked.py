@@ -39,7 +39,7 @@ def test_masked_parameters_are_bit_identical_and_others_are_not(
     small, trainer, objective, optimizer
 ):
     solver = trainer(module(), small, seed=0)
-    params = solver.space.read()
+    params = solver.layout.read()
     given = task(objective=objective, optimizer=optimizer)
     jobs = [Job(client, params, given, ("client", client)) for client in range(4)]
     together: list[list[Job]] = []
@@ -57,13 +57,13 @@ def test_masked_parameters_are_bit_identical_and_others_are_not(
 
 def test_both_ways_to_train_agree(small):
     plain, stack = AutogradSolver(module(), small, seed=0), DenseSolver(module(), small, seed=0)
-    job = Job(2, plain.space.read(), task(), ("client", 2))
+    job = Job(2, plain.layout.read(), task(), ("client", 2))
     torch.testing.assert_close(upload_of(plain, job), upload_of(stack, job), atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_that_drops_nothing_changes_nothing(small):
     solver = AutogradSolver(module(), small, seed=0)
-    params = solver.space.read()
+    params = solver.layout.read()
     whole = upload_of(solver, Job(1, params, task(None), ("client", 1)))
     assert torch.equal(upload_of(solver, Job(1, params, task(0.0), ("client", 1))), whole)
 
@@ -71,10 +71,10 @@ def test_a_mask_that_drops_nothing_changes_nothing(small):
 def test_what_is_no_parameter_is_never_masked(small):
     normal = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4))
     solver = AutogradSolver(normal, small, seed=0)
-    job = Job(0, solver.space.read(), task(0.9), ("client", 0))
-    statistics = slice(solver.space.parameters, solver.space.size)
+    job = Job(0, solver.layout.read(), task(0.9), ("client", 0))
+    statistics = slice(solver.layout.parameters, solver.layout.size)
     [(upload, extras, _)] = solver.carry_out([job])
-    assert unpack(extras["mask"], solver.space.size)[statistics].all()
+    assert unpack(extras["mask"], solver.layout.size)[statistics].all()
     assert not torch.equal(upload[statistics], job.params[statistics])
 
 
@@ -86,6 +86,6 @@ def test_a_sparse_task_takes_less_time_in_proportion():
 def test_nothing_is_sorted_if_nothing_is_dropped(small, monkeypatch):
     monkeypatch.setattr(torch, "sort", None)
     solver = AutogradSolver(module(), small, seed=0)
-    job = Job(1, solver.space.read(), task(0.0), ("client", 1))
+    job = Job(1, solver.layout.read(), task(0.0), ("client", 1))
     [(_, extras, _)] = solver.carry_out([job])
-    assert unpack(extras["mask"], solver.space.size).all()
+    assert unpack(extras["mask"], solver.layout.size).all()

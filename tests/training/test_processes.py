@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from polytempo import Federation, PolytempoError, Pull, Task
 from polytempo.core.client_steps import Choose, Mask
 from polytempo.core.objective import Drift
-from polytempo.training import AutogradSolver, Backend, Exam, Job, Outcome, Score, Solver
+from polytempo.training import AutogradSolver, Exam, Executor, Job, Outcome, Score, Solver
 from polytempo.training.executors import processes
 from polytempo.training.executors.processes import Processes
 from polytempo.training.solvers.dense import DenseSolver
@@ -44,8 +44,8 @@ def nobody_is_left() -> Iterator[None]:
     assert {process.pid for process in mp.active_children()} == before
 
 
-def on_workers(solver: Solver, workers: int) -> Backend:
-    return Backend(solver, lambda: Processes(solver, workers))
+def on_workers(solver: Solver, workers: int) -> Executor:
+    return Executor(solver, lambda: Processes(solver, workers))
 
 
 def children() -> list[mp.Process]:
@@ -77,7 +77,7 @@ def network(*layers: nn.Module) -> nn.Module:
 
 def some_jobs(solver: Solver, count: int, task: Task = TASK) -> list[Job]:
     """No two alike: other models, streams and steps."""
-    start, jobs = solver.space.read(), []
+    start, jobs = solver.layout.read(), []
     for k in range(count):
         noise = torch.randn(len(start), generator=torch.Generator().manual_seed(k))
         other = replace(task, upload=("model", "delta", "gradient")[k // 8 % 3])
@@ -123,7 +123,7 @@ def test_anchors_reach_the_workers_and_no_job_sees_that_of_another(small, kind):
     """Rows that held an anchor are used again by jobs that have none, or another."""
     make = DenseSolver if kind == "stack" else AutogradSolver
     solver = make(network(nn.ReLU()), small, SEED)
-    start = solver.space.read()
+    start = solver.layout.read()
     task, jobs = replace(TASK, objective=Drift()), []
     for k in range(60):
         vectors = {} if k % 3 == 0 else {"anchor": torch.full_like(start, 0.01 * k)}
@@ -158,7 +158,7 @@ class Probe:
     group = 1
 
     def __init__(self) -> None:
-        self.space = SimpleNamespace(size=3, vector=torch.zeros(3, dtype=torch.float64))
+        self.layout = SimpleNamespace(size=3, vector=torch.zeros(3, dtype=torch.float64))
 
     def kind(self, job: Job) -> object:
         return None
@@ -235,9 +235,9 @@ def test_large_answers_to_large_requests_pass_both_ways_at_once():
 def test_models_to_choose_from_and_a_mask_in_one_task(small):
     task = Task(epochs=1, client_steps=(Choose(2), Mask(0.1)))
     solver = AutogradSolver(nn.Linear(12, 4), small, 0)
-    params = solver.space.read()
+    params = solver.layout.read()
     job = Job(0, params, task, ("a",), vectors={"candidate 1": params + 1})
-    expected = Backend(solver).carry_out(job)
+    expected = Executor(solver).carry_out(job)
     with on_workers(solver, 1) as backend:
         found = backend.carry_out(job)
     assert torch.equal(found.upload, expected.upload)
@@ -282,7 +282,7 @@ def with_a_bad_client(fed: Federation) -> Federation:
 @pytest.mark.parametrize("what", ["train", "evaluate"])
 def test_an_error_in_the_module_reaches_the_caller_as_itself(small, workers, what):
     solver = AutogradSolver(Fails(Broken("sample 17 is odd")), with_a_bad_client(small), SEED)
-    start = solver.space.read()
+    start = solver.layout.read()
     backend = on_workers(solver, workers)
     with pytest.raises(Broken, match="sample 17 is odd") as caught, backend:
         pids = [process.pid for process in children()]
@@ -309,7 +309,7 @@ def test_an_error_in_the_module_reaches_the_caller_as_itself(small, workers, wha
 def test_an_error_that_cannot_be_sent_is_told(small, error):
     solver = AutogradSolver(Fails(error), with_a_bad_client(small), SEED)
     with pytest.raises(RuntimeError, match="sample 17") as caught, on_workers(solver, 1) as backend:
-        backend.train(Job(3, solver.space.read(), TASK, ("client", 3)))
+        backend.train(Job(3, solver.layout.read(), TASK, ("client", 3)))
     assert type(error).__name__ in str(caught.value)
     assert "in forward" in str(caught.value)
 
@@ -317,7 +317,7 @@ def test_an_error_that_cannot_be_sent_is_told(small, error):
 def test_after_an_error_the_others_get_their_own_results(small):
     """Whoever catches it within the context can go on."""
     solver = AutogradSolver(Fails(Broken("odd")), with_a_bad_client(small), SEED)
-    start = solver.space.read()
+    start = solver.layout.read()
     jobs = [Job(client, start, TASK, ("client", client)) for client in range(8)]
     good = [job for job in jobs if job.client != 3]
     expected = [upload_of(solver, job) for job in good]
@@ -567,7 +567,7 @@ def test_the_federation_is_not_copied():
     )
     solver = AutogradSolver(nn.Linear(features, 2), fed, SEED)
     with on_workers(solver, 2) as backend:
-        start = solver.space.read()
+        start = solver.layout.read()
         jobs = [Job(client, start, TASK, ("client", client)) for client in range(clients)]
         for job in jobs:
             backend.expect(job)

@@ -15,7 +15,7 @@ from polytempo.core.client_steps import Mask
 from polytempo.core.layout import Parts
 from polytempo.simulation import Simulator
 from polytempo.strategies import PACE
-from polytempo.training import PERSONAL, AutogradSolver, Job, make_backend
+from polytempo.training import PERSONAL, AutogradSolver, Job, make_executor
 from solving import upload_of, uploads_of
 
 ray = pytest.importorskip("ray")
@@ -113,7 +113,7 @@ def own_model() -> nn.Module:
 def test_jobs_travel_with_all_that_they_bring_and_outcomes_with_all_that_they_have(small):
     """What the pool asks a worker for, and what the worker makes of it; without a cluster."""
     solver = AutogradSolver(own_model(), small, 3, AT_HOME)
-    start, own = solver.space.read(), solver.space.initial_personal
+    start, own = solver.layout.read(), solver.layout.initial_personal
     task = Task(epochs=1, objective=Proximal(0.5), keep_optimizer=True, client_steps=(Mask(0.2),))
     jobs = [
         Job(client, start, task, ("client", client), memory={PERSONAL: own + client})
@@ -167,14 +167,14 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
 
     def simulated(backend):
         options = {"task": task, "adapt_epochs": 1, "seed": 3, "backend": backend}
-        simulator = Simulator(small, backend.solver.space.module, PACE(omega=4), **options)
+        simulator = Simulator(small, backend.solver.layout.module, PACE(omega=4), **options)
         simulator.run(40)
         return simulator
 
     ray.init(logging_level="ERROR", log_to_driver=False)
-    alone = make_backend(own_model(), small, 3, AT_HOME, name="serial")
-    backend = make_backend(own_model(), small, 3, AT_HOME, name="ray", workers=2)
-    space = backend.solver.space
+    alone = make_executor(own_model(), small, 3, AT_HOME, name="serial")
+    backend = make_executor(own_model(), small, 3, AT_HOME, name="ray", workers=2)
+    space = backend.solver.layout
     start, memory = space.read(), {PERSONAL: space.initial_personal}
     jobs = [Job(client, start, task, ("client", client), memory=memory) for client in range(4)]
     uploads_of(backend.solver, jobs)  # moves the statistics, which no worker may see
@@ -199,7 +199,7 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
         expected = uploads_of(alone.solver, jobs)
         assert all(map(torch.equal, answers[0] + answers[1], expected))
 
-        with pytest.raises(backend.solver.space.module.error) as caught:
+        with pytest.raises(backend.solver.layout.module.error) as caught:
             backend.train(replace(jobs[0], params=start * torch.nan))
         assert (str(caught.value), caught.value.where) == ("no number", 17)
         [note] = caught.value.__notes__
@@ -214,7 +214,7 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
 
 
 def test_more_workers_than_processors(cluster, small):
-    backend = make_backend(own_model(), small, 0, name="ray", workers=3)
+    backend = make_executor(own_model(), small, 0, name="ray", workers=3)
     with pytest.raises(PolytempoError, match="3 workers need a CPU each, but the cluster has 2"):
         backend.__enter__()
     assert not ray.is_initialized()
@@ -240,7 +240,7 @@ def test_workers_that_never_begin(cluster, small, monkeypatch):
 def test_a_cluster_that_is_not_there(small, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(PolytempoError, match="RAY_ADDRESS, which is nonsense"):
-        make_backend(own_model(), small, 0, name="ray")
+        make_executor(own_model(), small, 0, name="ray")
 
 
 def test_without_ray(small, monkeypatch):
@@ -249,4 +249,4 @@ def test_without_ray(small, monkeypatch):
     with pytest.raises(
         PolytempoError, match=r'^backend ray needs Ray: pip install "polytempo\[ray'
     ):
-        make_backend(own_model(), small, 0, name="ray")
+        make_executor(own_model(), small, 0, name="ray")

@@ -46,10 +46,10 @@ def network(plain: bool = False) -> nn.Module:
 
 
 def job_of(solver: AutogradSolver, task: Task = TASK, **more) -> Job:
-    memory = {PERSONAL: solver.space.initial_personal} if solver.space.personal else {}
+    memory = {PERSONAL: solver.layout.initial_personal} if solver.layout.personal else {}
     given = {"memory": memory} | more
     client = PADDED if solver.federation is TEXTS else 2
-    return Job(client, solver.space.read(), task, STREAM, **given)
+    return Job(client, solver.layout.read(), task, STREAM, **given)
 
 
 def sent(job: Job, params: Tensor) -> Dispatch:
@@ -284,7 +284,7 @@ def test_of_a_gradient_the_shared_part_is_uploaded_and_the_own_part_takes_its_st
     """Twice, since what is kept then belongs to the own part alone."""
     solver = AutogradSolver(network(plain=True), small, SEED, HEAD)
     task = replace(TASK, optimizer=optimizer, upload="gradient", keep_optimizer=keep)
-    start, job, module = solver.space.read(), job_of(solver, task), network(plain=True)
+    start, job, module = solver.layout.read(), job_of(solver, task), network(plain=True)
     moments = optimizer.begin(vector_of(module.head))
     x, y = small.x[small.train[2]].double(), small.y[small.train[2]]
     for number in range(3):
@@ -323,7 +323,7 @@ def test_the_dense_solver_trains_own_parts_as_torch_does(small, personal, upload
         kind(stack(), small, SEED, Parts([personal])) for kind in (DenseSolver, AutogradSolver)
     )
     task = replace(TASK, upload=upload, objective=objective)
-    for vectors in ({}, {"anchor": moved(plain.space.read())}):
+    for vectors in ({}, {"anchor": moved(plain.layout.read())}):
         job = job_of(plain, task, vectors=vectors)
         job = replace(job, memory={PERSONAL: moved(job.memory[PERSONAL])})
         [found], [expected] = dense.carry_out([job]), plain.carry_out([job])
@@ -335,10 +335,10 @@ def test_the_dense_solver_trains_own_parts_as_torch_does(small, personal, upload
 
 def test_frozen_numbers_are_those_of_the_module_and_are_not_trained(small):
     solver = AutogradSolver(network(), small, SEED, Parts(frozen=["body.*", "norm"]))
-    module = solver.space.module
+    module = solver.layout.module
     before = {name: value.clone() for name, value in module.state_dict().items()}
     [(upload, _, memory)] = solver.carry_out([job_of(solver)])
-    assert memory == {} and len(upload) == solver.space.size == 9 * 4 + 4
+    assert memory == {} and len(upload) == solver.layout.size == 9 * 4 + 4
     assert not torch.equal(
         upload, torch.cat([before["head.weight"].flatten(), before["head.bias"]])
     )
@@ -349,7 +349,7 @@ def test_frozen_numbers_are_those_of_the_module_and_are_not_trained(small):
 def test_an_urgent_request_makes_the_epoch_in_progress_the_last(small):
     trainer = AutogradSolver(network(), small, SEED)
     task = Task(epochs=4, batch_size=4)
-    whole = Job(0, trainer.space.read(), task, STREAM)
+    whole = Job(0, trainer.layout.read(), task, STREAM)
     epoch = task.batches(small.samples[0])
     for done in (1, epoch - 1, epoch):
         session = trainer.begin(whole)

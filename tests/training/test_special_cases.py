@@ -12,7 +12,7 @@ from polytempo import Federation, Task
 from polytempo.core.layout import Layout
 from polytempo.core.objective import Plain, Pull
 from polytempo.models import Inputs, build
-from polytempo.training import AutogradSolver, Backend, Job, Learner
+from polytempo.training import AutogradSolver, Executor, Job, Learner
 from polytempo.training.solvers.dense import DenseSolver
 from solving import upload_of
 
@@ -43,14 +43,14 @@ def stack(dtype=torch.float64) -> nn.Module:
 @pytest.mark.parametrize("upload", ["model", "delta", "gradient"])
 def test_the_fast_solver_does_not_bypass_an_objective_of_ones_own(small, objective, upload):
     general, fast = (kind(stack(), small, 3) for kind in (AutogradSolver, DenseSolver))
-    start = general.space.read()
+    start = general.layout.read()
     # of both kinds, in turns: only jobs of one kind are done together
     tasks = [
         Task(epochs=2, batch_size=8, lr=0.05, upload=upload, objective=o)
         for o in (objective, Plain())
     ]
     jobs = [Job(client, start, tasks[client % 2], ("client", client)) for client in range(6)]
-    backend = Backend(fast)
+    backend = Executor(fast)
     for job in jobs:
         backend.expect(job)
     for job in jobs:
@@ -76,7 +76,7 @@ def test_a_text_model_is_not_cut_down_to_words_for_an_objective_of_ones_own():
     for module in modules:
         solver = AutogradSolver(module, fed, 3)
         task = Task(epochs=1, batch_size=8, lr=0.05, objective=Ridge())
-        uploads.append(upload_of(solver, Job(0, solver.space.read(), task, ("client", 0))))
+        uploads.append(upload_of(solver, Job(0, solver.layout.read(), task, ("client", 0))))
     torch.testing.assert_close(*uploads, rtol=1e-9, atol=1e-9)
 
 
@@ -109,7 +109,7 @@ def test_a_subclass_does_not_inherit_that_words_may_be_renumbered():
         if general:
             module.token_table = None
         solver = AutogradSolver(module, fed, 3)
-        uploads.append(upload_of(solver, Job(0, solver.space.read(), TASK, ("client", 0))))
+        uploads.append(upload_of(solver, Job(0, solver.layout.read(), TASK, ("client", 0))))
     torch.testing.assert_close(*uploads, rtol=1e-9, atol=1e-9)
 
 
@@ -159,20 +159,20 @@ def by_hand(fed, client, start, steps, batch) -> torch.Tensor:
 def test_a_client_with_one_sample_trains_with_the_statistics_it_was_sent():
     fed, solver = lonely(), AutogradSolver(normalised(), lonely(), 3)
     assert fed.samples[0] == 1
-    moved = upload_of(solver, Job(1, solver.space.read(), TASK, ("client", 1)))
+    moved = upload_of(solver, Job(1, solver.layout.read(), TASK, ("client", 1)))
     upload = upload_of(solver, Job(0, moved, TASK, ("client", 0)))
-    count = solver.space.parameters
+    count = solver.layout.parameters
     expected = by_hand(fed, 0, moved, 2, lambda step: slice(0, 1))
     torch.testing.assert_close(upload[:count], expected, rtol=1e-9, atol=1e-9)
     assert torch.equal(upload[count:], moved[count:])  # the statistics stay
-    again = upload_of(solver, Job(1, solver.space.read(), TASK, ("client", 1)))
+    again = upload_of(solver, Job(1, solver.layout.read(), TASK, ("client", 1)))
     assert not torch.equal(again[count:], moved[count:])  # those of others are theirs again
 
 
 def test_batches_of_one_work_as_well():
     fed, solver = lonely(), AutogradSolver(normalised(), lonely(), 3)
     task = Task(epochs=1, batch_size=1, lr=0.05)
-    start = solver.space.read()
+    start = solver.layout.read()
     upload = upload_of(solver, Job(2, start, task, ("client", 2)))
     assert torch.isfinite(upload).all()
     assert not torch.equal(upload, start)
@@ -181,7 +181,7 @@ def test_batches_of_one_work_as_well():
 
 def test_a_peer_with_one_sample():
     fed, solver = lonely(), AutogradSolver(normalised(), lonely(), 3)
-    start, space = solver.space.read(), solver.space
+    start, space = solver.layout.read(), solver.layout
     learner = Learner(solver, 0, TASK)
     learner.steps(4)
     expected = by_hand(fed, 0, start, 4, lambda step: slice(0, 1))

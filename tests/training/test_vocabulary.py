@@ -109,7 +109,7 @@ def trainers(make=text_model, **options) -> tuple[AutogradSolver, AutogradSolver
 
 
 def job_for(trainer: AutogradSolver, client: int, task: Task = TASK, **more) -> Job:
-    return Job(client, trainer.space.read(), task, ("client", client, "dispatch", 3), **more)
+    return Job(client, trainer.layout.read(), task, ("client", client, "dispatch", 3), **more)
 
 
 def assert_same_upload(fast: AutogradSolver, slow: AutogradSolver, job: Job) -> None:
@@ -127,7 +127,7 @@ def assert_same_upload(fast: AutogradSolver, slow: AutogradSolver, job: Job) -> 
 
 def table_sizes(trainer: AutogradSolver) -> list[int]:
     """Filled with the number of rows that the table has whenever the model is used."""
-    module = trainer.space.module
+    module = trainer.layout.module
     table, sizes = module.get_submodule(type(module).token_table), []
     module.register_forward_pre_hook(lambda *_: sizes.append(len(table.weight)))
     return sizes
@@ -174,7 +174,7 @@ def test_clients_with_all_words_none_or_a_single_text(client, upload):
 def test_a_padding_vector_that_is_not_zero_is_kept():
     """An average of models may have one; weight decay acts on it, the loss does not."""
     fast, slow = trainers()
-    params = fast.space.read() + 0.1
+    params = fast.layout.read() + 0.1
     for client in (PADDED, UNPADDED, NO_WORD):
         assert_same_upload(fast, slow, replace(job_for(fast, client), params=params))
 
@@ -205,7 +205,7 @@ def test_an_anchor_that_was_sent_along_trains_the_whole_table(kind, upload, make
     sizes = table_sizes(fast)
     task = replace(TASK, objective=(OBJECTIVES | {"drift": Drift()})[kind], upload=upload)
     draw = torch.Generator().manual_seed(5)
-    noise = torch.randn(fast.space.size, generator=draw, dtype=torch.float64)
+    noise = torch.randn(fast.layout.size, generator=draw, dtype=torch.float64)
     for client in (PADDED, UNPADDED):
         job = job_for(fast, client, task)
         assert_same_upload(fast, slow, replace(job, vectors={"anchor": job.params + noise}))
@@ -220,7 +220,7 @@ def test_foreign_words_go_straight_to_the_anchor():
     task = replace(TASK, objective=Proximal(0.5), optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     job = job_for(fast, PADDED, task)
     draw = torch.Generator().manual_seed(5)
-    anchor = torch.randn(fast.space.size, generator=draw, dtype=torch.float64)
+    anchor = torch.randn(fast.layout.size, generator=draw, dtype=torch.float64)
     after, words = table(upload_of(fast, replace(job, vectors={"anchor": anchor}))), foreign_words()
     left = (1 - 0.1 * 0.5) ** task.total_steps(FEDERATION.samples[PADDED])
     expected = table(anchor) + left * (table(job.params) - table(anchor))
@@ -232,13 +232,13 @@ def test_foreign_words_go_straight_to_the_anchor():
 def test_a_model_of_the_users_own(kind, upload):
     fast, slow = trainers(own_model)
     sizes = table_sizes(fast)
-    params = fast.space.read()
+    params = fast.layout.read()
     task = replace(TASK, objective=OBJECTIVES[kind], upload=upload)
     for client in (PADDED, UNPADDED, EVERY_WORD):
         assert_same_upload(fast, slow, job_for(fast, client, task))
     assert sizes[0] < VOCABULARY
     found = upload_of(fast, job_for(fast, PADDED, replace(TASK, upload="delta")))
-    trained, statistics = fast.space.parameters, 2 * 6
+    trained, statistics = fast.layout.parameters, 2 * 6
     assert len(params) == trained + statistics  # what is not trained does not travel
     assert found[trained:].abs().min() > 0  # running mean and variance have moved
 
@@ -292,7 +292,7 @@ def test_all_foreign_words_are_scaled_alike(kind):
 @pytest.mark.parametrize("seed", range(6))
 def test_without_weight_decay_foreign_words_do_not_change_by_a_bit(seed):
     fast, _ = trainers(dtype=torch.float32)
-    draws = torch.randn(fast.space.size, generator=torch.Generator().manual_seed(seed))
+    draws = torch.randn(fast.layout.size, generator=torch.Generator().manual_seed(seed))
     task = replace(TASK, optimizer=Sgd(weight_decay=0.0))
     job = replace(job_for(fast, PADDED, task), params=draws)
     after = upload_of(fast, job)
@@ -305,15 +305,15 @@ def test_without_weight_decay_foreign_words_do_not_change_by_a_bit(seed):
 @pytest.mark.parametrize("make", [text_model, own_model])
 def test_the_module_is_whole_again_after_training(make):
     fast, slow = trainers(make)
-    params = fast.space.read()
+    params = fast.layout.read()
     trained = upload_of(fast, job_for(fast, PADDED))
     for model in (params, trained):
         assert fast.evaluate(Exam(model, [0, 1, 2])) == slow.evaluate(Exam(model, [0, 1, 2]))
     # the other way to train uses the same parameters and gradients
     coordinates = replace(TASK, objective=Pull(0.8, "l1"))
     assert_same_upload(fast, slow, Job(UNPADDED, params, coordinates, ("a",)))
-    fast.space.load(trained)
-    learned = [p for p in fast.space.module.parameters() if p.requires_grad]
+    fast.layout.load(trained)
+    learned = [p for p in fast.layout.module.parameters() if p.requires_grad]
     flat = torch.cat([p.detach().flatten() for p in learned])
     assert torch.equal(flat.sort().values, trained[: len(flat)].sort().values)
 
@@ -331,7 +331,7 @@ def test_a_training_that_fails_leaves_the_module_whole():
         if len(calls) == 2:
             raise Fails
 
-    handle = fast.space.module.register_forward_pre_hook(fail)
+    handle = fast.layout.module.register_forward_pre_hook(fail)
     with pytest.raises(Fails):
         upload_of(fast, job)
     handle.remove()

@@ -96,16 +96,16 @@ class _Nothing(FusionRule):
 
 def _link(name: str, address: Address, parameters: int) -> tuple[Link, threading.Event]:
     """A link, and what is set when it has got a model."""
-    space = Layout(nn.Linear(parameters - 1, 1))
+    layout = Layout(nn.Linear(parameters - 1, 1))
     pairing = Pairing(name, 1, DECISIONS.create("always"), peers=2, patience=10**9)
-    node = PeerNode(pairing, _Still(space.read()), _Nothing(), target=2, local_steps=1)
+    node = PeerNode(pairing, _Still(layout.read()), _Nothing(), target=2, local_steps=1)
     paired = threading.Event()
 
     def record(event: str, **what: Any) -> None:
         if event == "paired":
             paired.set()
 
-    return Link(node, Wire("bench", space), record, address), paired
+    return Link(node, Wire("bench", layout), record, address), paired
 
 
 def _own(address: Address, parameters: int, over: Event) -> None:

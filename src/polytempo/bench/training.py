@@ -18,7 +18,7 @@ from polytempo.data import Federation
 from polytempo.models import Inputs, build
 from polytempo.simulation import Simulator
 from polytempo.strategies import STRATEGIES
-from polytempo.training import make_backend
+from polytempo.training import make_executor
 
 # Ours, without a pull, and the plain loop that does the same arithmetic.
 STRATEGIES_AND_LOOPS: dict[str, tuple[str, type[PlainLoop]]] = {
@@ -70,7 +70,7 @@ def measure_training(
         "backend": simulator.backend.name,
         "arrivals": arrivals,
         "repeats": repeats,
-        "parameters": simulator.space.size,
+        "parameters": simulator.layout.size,
         "plain_ms": 1e3 * median(theirs for _, theirs, *_ in turns) / arrivals,
         "ours_ms": 1e3 * per_update,
         "ratio": median(theirs / ours for ours, theirs, *_ in turns),
@@ -96,7 +96,7 @@ def _simulator(case: Case, strategy: str, federation: Federation, workers: int) 
         task=Task(lr=case.lr),
         eval_every=10**9,  # the end of each turn is evaluated anyhow
         adapt_epochs=0,
-        backend=make_backend(module, federation, 0, workers=workers),
+        backend=make_executor(module, federation, 0, workers=workers),
     )
 
 

@@ -94,7 +94,7 @@ def run_peer(
         module, federation, config.seed, config.parts(), problem=config.problem_on(federation)
     )
     task = config.task()
-    strategy.setup(Context(solver.space.read(), federation.samples, task, config.seed))
+    strategy.setup(Context(solver.layout.read(), federation.samples, task, config.seed))
     target = strategy.iterations(config.rounds)
     task = replace(task, schedule=strategy.schedule(target))
     learner = Learner(solver, client, task)
@@ -133,7 +133,7 @@ def run_peer(
         "strategy": "p2p",
         "federation": federation.description,
         "client": client,
-        "parameters": solver.space.size,
+        "parameters": solver.layout.size,
         "seed": config.seed,
         **found,
         "version": version("polytempo"),

@@ -125,10 +125,10 @@ class RunResult:
         """The client's model as a state dict, to load into an `nn.Module` of the same kind."""
         if self.simulator is None:
             raise PolytempoError("a result read from a folder holds no models; run it anew")
-        space = self.simulator.space
-        own = self.simulator.personal(client) if space.personal else None
-        space.load(self.simulator.strategy.serve(client), own)
-        return {name: value.clone() for name, value in space.module.state_dict().items()}
+        layout = self.simulator.layout
+        own = self.simulator.personal(client) if layout.personal else None
+        layout.load(self.simulator.strategy.serve(client), own)
+        return {name: value.clone() for name, value in layout.module.state_dict().items()}
 
 
 def summarise(
@@ -160,7 +160,7 @@ def summarise(
             },
             "staleness_mean": sum(k * v for k, v in simulator.staleness.items()) / arrivals,
             "staleness": {str(k): v for k, v in sorted(simulator.staleness.items())},
-            "parameters": simulator.space.size,
+            "parameters": simulator.layout.size,
             "wall_seconds": dict(simulator.wall),
             "backend": simulator.backend.name,
             "trained_in_vain": simulator.backend.wasted,

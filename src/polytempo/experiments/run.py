@@ -36,7 +36,7 @@ from polytempo.simulation.engine import Observer, World
 from polytempo.simulation.simulator import slots_of
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import P2P, STRATEGIES
-from polytempo.training import find_device, make_backend
+from polytempo.training import find_device, make_executor
 from polytempo.training.footprint import peak_memory
 
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
@@ -254,7 +254,7 @@ def make_simulator(
         "adapt_always": config.adapt_always,
         "seed": config.seed,
         "storage": config.storage(),
-        "backend": make_backend(
+        "backend": make_executor(
             module,
             federation,
             config.seed,

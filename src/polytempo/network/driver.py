@@ -87,7 +87,7 @@ class Driver:
         self.learner, self.plan, self.join, self.folder = learner, plan, join, folder
         self.evaluate, self.fixed = evaluate, dict(fixed)
         self.metric = learner.solver.problem.metrics[0]
-        self.wire = Wire(plan.run, learner.solver.space)
+        self.wire = Wire(plan.run, learner.solver.layout)
         pairing = Pairing(
             check_name("peer", folder.peer),
             folder.incarnation,

@@ -78,12 +78,12 @@ class Message:
 class Wire:
     """Writes and reads the messages of one run, whose peers all train one model."""
 
-    def __init__(self, run: str, space: Layout) -> None:
+    def __init__(self, run: str, layout: Layout) -> None:
         self.run = check_name("run", run)
-        self.size, self.dtype = space.size, space.vector.dtype
-        state = space.module.state_dict()
-        layout = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
-        text = json.dumps([layout, space.size]).encode()
+        self.size, self.dtype = layout.size, layout.vector.dtype
+        state = layout.module.state_dict()
+        shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
+        text = json.dumps([shapes, layout.size]).encode()
         self.model = hashlib.blake2b(text, digest_size=8).hexdigest()
         self.most_payload = self.size * self.dtype.itemsize + MOST_HEADER
 

@@ -32,7 +32,7 @@ from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.dropout import Dropout, NoDropout, Timeline
 from polytempo.simulation.extension import Extension
 from polytempo.simulation.metrics import models_sent, over_clients
-from polytempo.training import PERSONAL, Backend, ClientMemory, Exam, Job, Score, make_backend
+from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Score, make_executor
 
 FORMAT = 5  # of checkpoints
 Observer = Callable[[events.Event], None]
@@ -51,7 +51,7 @@ class World(TypedDict, total=False):
     adapt_epochs: int
     adapt_always: bool
     seed: int
-    backend: Backend | None
+    backend: Executor | None
     storage: Storage
 
 
@@ -76,25 +76,25 @@ class Engine:
         adapt_epochs: int = 5,
         adapt_always: bool = False,
         seed: int = 0,
-        backend: Backend | None = None,
+        backend: Executor | None = None,
         storage: Storage = PLAIN_STORAGE,
     ) -> None:
         clients = federation.clients
-        self.backend = backend or make_backend(
+        self.backend = backend or make_executor(
             module, federation, seed, parts, solver="torch", name="serial"
         )
-        self.space = self.backend.solver.space
+        self.layout = self.backend.solver.layout
         self.problem = self.backend.solver.problem
         self.metric = self.problem.metrics[0]
         self.federation, self.strategy, self.seed = federation, strategy, seed
         self.eval_every, self.adapt_epochs = eval_every, adapt_epochs
         self.adapt_always = adapt_always
-        own = {PERSONAL: self.space.initial_personal} if self.space.personal else {}
+        own = {PERSONAL: self.layout.initial_personal} if self.layout.personal else {}
         self.memory = ClientMemory(clients, own)
-        places = [place for _, place in self.space.trained]  # the shared ones come first
-        tensors = [p.stop - p.start for p in places if p.stop <= self.space.parameters]
+        places = [place for _, place in self.layout.trained]  # the shared ones come first
+        tensors = [p.stop - p.start for p in places if p.stop <= self.layout.parameters]
         self.context = Context(
-            self.space.read(), federation.samples, task or Task(), seed, storage, tensors
+            self.layout.read(), federation.samples, task or Task(), seed, storage, tensors
         )
         self.devices = devices or TwoSpeed()
         self.dropout = dropout or NoDropout()
@@ -242,7 +242,7 @@ class Engine:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
             model, everybody = self.strategy.serve(0), range(self.federation.clients)
-            if self.space.personal:
+            if self.layout.personal:
                 [scores] = self.backend.evaluate([self._exam(model, clients)])
                 return scores
             if self._evaluated is None or self._evaluated[0] is not model:
@@ -265,7 +265,7 @@ class Engine:
 
     def _exam(self, model: Tensor, clients: Sequence[int]) -> Exam:
         """The model, with what each of these clients has of its own."""
-        if not self.space.personal:
+        if not self.layout.personal:
             return Exam(model, list(clients))
         return Exam(model, list(clients), [self.personal(client) for client in clients])
 

@@ -469,7 +469,7 @@ class PeerSimulator(Engine):
     def _exam_of(self, client: int, model: Tensor) -> Exam:
         common = self.strategy.common_test
         tested = list(range(self.federation.clients)) if common else [client]
-        own = [self.personal(client)] * len(tested) if self.space.personal else None
+        own = [self.personal(client)] * len(tested) if self.layout.personal else None
         return Exam(model, tested, own)
 
     def personal(self, client: int) -> Tensor:

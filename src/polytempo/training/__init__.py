@@ -1,7 +1,7 @@
 """Local training on a client's shard."""
 
-from polytempo.training.executors.executor import Backend
-from polytempo.training.factory import BackendName, SolverName, find_device, make_backend
+from polytempo.training.executors.executor import Executor
+from polytempo.training.factory import BackendName, SolverName, find_device, make_executor
 from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
 from polytempo.training.learner import Learner
 from polytempo.training.memory import ClientMemory
@@ -13,10 +13,10 @@ __all__ = [
     "PERSONAL",
     "PROBLEMS",
     "AutogradSolver",
-    "Backend",
     "BackendName",
     "ClientMemory",
     "Exam",
+    "Executor",
     "Job",
     "Learner",
     "Metric",
@@ -27,7 +27,7 @@ __all__ = [
     "Solver",
     "SolverName",
     "find_device",
-    "make_backend",
+    "make_executor",
     "merged",
     "problem_for",
 ]

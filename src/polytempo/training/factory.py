@@ -11,7 +11,7 @@ from torch import nn
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.data import Federation
-from polytempo.training.executors.executor import Backend
+from polytempo.training.executors.executor import Executor
 from polytempo.training.executors.processes import Processes, cores
 from polytempo.training.problem import Problem, problem_for
 from polytempo.training.solvers.autograd import AutogradSolver
@@ -21,7 +21,7 @@ SolverName = Literal["auto", "torch", "dense"]
 BackendName = Literal["auto", "serial", "processes", "ray"]
 
 
-def make_backend(
+def make_executor(
     module: nn.Module,
     federation: Federation,
     seed: int,
@@ -33,7 +33,7 @@ def make_backend(
     name: BackendName = "auto",
     workers: int | None = None,
     small: bool = False,
-) -> Backend:
+) -> Executor:
     """A backend of that name, with a solver of that name.
 
     Solvers, how a training is computed:
@@ -63,14 +63,14 @@ def make_backend(
         from polytempo.training.executors.ray_actors import RayPool, processors
 
         count = workers or processors()
-        return Backend(chosen, lambda: RayPool(chosen, count), f"{how} on {count} Ray workers")
+        return Executor(chosen, lambda: RayPool(chosen, count), f"{how} on {count} Ray workers")
     if workers is None:
         several = sys.platform == "linux" and (name == "processes" or not small)
         workers = cores() if several and name != "serial" and chosen.device.type == "cpu" else 1
     if workers > 1 or name == "processes":
         count = workers
-        return Backend(chosen, lambda: Processes(chosen, count), f"{how} on {count} processes")
-    return Backend(chosen, None, f"{how}, serial")
+        return Executor(chosen, lambda: Processes(chosen, count), f"{how} on {count} processes")
+    return Executor(chosen, None, f"{how}, serial")
 
 
 def _solver(

@@ -37,10 +37,10 @@ class Learner:
             )
         self.solver, self.client = solver, client
         self.task = replace(task, keep_optimizer=True)
-        self.params = solver.space.read()
+        self.params = solver.layout.read()
         self.memory: dict[str, Tensor] = {}
-        if solver.space.personal:
-            self.memory[PERSONAL] = solver.space.initial_personal
+        if solver.layout.personal:
+            self.memory[PERSONAL] = solver.layout.initial_personal
         self.iteration = 0
 
     def job(self, steps: int) -> Job:

@@ -68,7 +68,7 @@ class Session:
     def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float | None = None) -> None:
         """Go on from this model, at this learning rate (None: as before). What is the client's own
         stays."""
-        own = self.solver.space.split(self.vector)[1]
+        own = self.solver.layout.split(self.vector)[1]
         if len(own):
             self.memory[PERSONAL] = own
         if lr is not None:
@@ -83,7 +83,7 @@ class Session:
 
     def begin(self, model: Tensor) -> None:
         self.received = model
-        self.vector = self.solver.space.join(model, self.memory.get(PERSONAL))
+        self.vector = self.solver.layout.join(model, self.memory.get(PERSONAL))
         self._part: Part | None = None
         self._counters: list[Tensor] | None = None
         if not self.task.keep_optimizer:
@@ -101,19 +101,19 @@ class Session:
 
     @property
     def parameters(self) -> int:
-        return self.solver.space.parameters
+        return self.solver.layout.parameters
 
     def trained(self) -> Tensor:
-        return self.solver.space.split(self.vector)[0].cpu()
+        return self.solver.layout.split(self.vector)[0].cpu()
 
     def loss(self, model: Tensor) -> float:
-        layout = self.solver.space
+        layout = self.solver.layout
         layout.load_whole(layout.join(model, self.memory.get(PERSONAL)))
         return self.solver.score(self.solver.federation.train[self.job.client]).sums["loss"]
 
     @torch.inference_mode()
     def features(self) -> Tensor:
-        layout = self.solver.space
+        layout = self.solver.layout
         layout.load_whole(self.vector)
         layout.module.eval()
         x, _ = self.shard()
@@ -176,7 +176,7 @@ class Session:
                 grad.zero_()
                 rows = self.rows(self.step)
                 batch = solver.inputs(x[rows])
-                loss = solver.problem.loss(solver.space.module(batch), y[rows])
+                loss = solver.problem.loss(solver.layout.module(batch), y[rows])
                 torch.autograd.backward(loss)
                 with torch.no_grad():
                     task.objective.add_gradient(shared, anchor, shared_grad)
@@ -196,7 +196,7 @@ class Session:
     def _upload_gradient(self, theta: Tensor, grad: Tensor) -> None:
         """The shared part moves by what the server makes of the gradient. The client's own part
         is nobody else's business: it takes its step at once."""
-        layout, optimizer = self.solver.space, self.task.optimizer
+        layout, optimizer = self.solver.layout, self.task.optimizer
         whole = grad if self._part is None else self._part.widen(grad)
         shared = whole[: layout.parameters].clone()
         self.gradient = functional.pad(shared, (0, layout.size - layout.parameters))
@@ -216,7 +216,7 @@ class Session:
     def _bound(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Within this context the module is the model of this session: all its trained numbers,
         their gradient, the anchor of the shared ones, and the samples to feed it with."""
-        solver, layout, vocabulary = self.solver, self.solver.space, self.solver.vocabulary
+        solver, layout, vocabulary = self.solver, self.solver.layout, self.solver.vocabulary
         layout.load_whole(self.vector, self._counters)
         layout.train(min(self.samples, self.task.batch_size))
         if vocabulary is not None and self._words_suffice():
@@ -248,7 +248,7 @@ class Session:
         """What has come of the training."""
         for step in self.task.client_steps:
             step.after(self)
-        shared, own = (part.cpu() for part in self.solver.space.split(self.vector))
+        shared, own = (part.cpu() for part in self.solver.layout.split(self.vector))
         if len(own):
             self.memory[PERSONAL] = own
         if self.task.keep_optimizer and self._moments is not None:

@@ -49,7 +49,7 @@ class Workers(Protocol):
     def close(self) -> None: ...
 
 
-class Backend:
+class Executor:
     """Carries out trainings and evaluations: in this process, or, while it is entered as a context,
     on the pool of workers that `start` makes."""
 
@@ -72,7 +72,7 @@ class Backend:
         self._asked: list[deque[list[Job] | list[int]]] = []
         self._scores: dict[int, list[Score]] = {}
 
-    def __enter__(self) -> Backend:
+    def __enter__(self) -> Executor:
         """Start the workers: best before anything large is allocated, since they are forked."""
         self._entered += 1
         if self._start is not None and self.pool is None:

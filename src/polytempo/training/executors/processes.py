@@ -51,8 +51,8 @@ class Processes:
                 "worker processes need a system that can fork; use --backend serial or ray"
             )
         self.workers = workers
-        self._size = solver.space.size
-        dtype = solver.space.vector.dtype
+        self._size = solver.layout.size
+        dtype = solver.layout.vector.dtype
         stride = -(-self._size // 16) * 16  # rows aligned alike: same sums, bit for bit
         rows = workers * AHEAD * solver.group
         shared = mmap.mmap(-1, max(1, rows * stride * dtype.itemsize))

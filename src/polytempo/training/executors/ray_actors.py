@@ -173,10 +173,10 @@ class _Worker:
 
 def _copied(solver: AutogradSolver) -> nn.Module:
     """The module, its buffers as they were at first, without the vector of all parameters."""
-    space = solver.space
-    space.load_whole(space.vector)
-    clones = {id(buffer): buffer.clone() for buffer in space.module.buffers()}
-    return copy.deepcopy(space.module, clones)  # which clones the parameters
+    layout = solver.layout
+    layout.load_whole(layout.vector)
+    clones = {id(buffer): buffer.clone() for buffer in layout.module.buffers()}
+    return copy.deepcopy(layout.module, clones)  # which clones the parameters
 
 
 def _arrays(federation: Federation) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Solver(Protocol):
     """Carries jobs out in this process. What comes of a job depends on that job alone: not on the
     jobs that it is done together with, nor on what was done before."""
 
-    space: Layout
+    layout: Layout
     federation: Federation
     problem: Problem
     group: int  # it pays to do so many jobs together, if they are of one kind
@@ -60,11 +60,11 @@ class AutogradSolver:
         problem: Problem | None = None,
     ) -> None:
         self.problem = problem_for(federation, problem)
-        self.space = Layout(module, parts, device)
+        self.layout = Layout(module, parts, device)
         self.federation, self.seed, self.parts = federation, seed, parts
-        self.device = self.space.vector.device
+        self.device = self.layout.vector.device
         self.x, self.y = federation.x.to(self.device), federation.y.to(self.device)
-        self.vocabulary = Vocabulary.of(self.space) if federation.vocabulary else None
+        self.vocabulary = Vocabulary.of(self.layout) if federation.vocabulary else None
 
     def kind(self, job: Job) -> object:
         return job.task
@@ -86,11 +86,11 @@ class AutogradSolver:
     @torch.inference_mode()
     def evaluate(self, exam: Exam) -> list[Score]:
         if exam.personal is None:
-            self.space.load(exam.params)
+            self.layout.load(exam.params)
             return [self.score(self.federation.test[client]) for client in exam.clients]
         scores = []
         for client, personal in zip(exam.clients, exam.personal, strict=True):
-            self.space.load(exam.params, personal)
+            self.layout.load(exam.params, personal)
             scores.append(self.score(self.federation.test[client]))
         return scores
 
@@ -98,11 +98,11 @@ class AutogradSolver:
     def score(self, shard: slice) -> Score:
         """The model that is loaded, on these samples."""
         x, y = self.samples(shard)
-        self.space.module.eval()
+        self.layout.module.eval()
         found = Score({})
         for k in range(0, len(y), _EVALUATION_BATCH):
             part = slice(k, k + _EVALUATION_BATCH)
-            outputs = self.space.module(self.inputs(x[part]))
+            outputs = self.layout.module(self.inputs(x[part]))
             found += Score(self.problem.sums(outputs, y[part]))
         return found
 
@@ -113,7 +113,7 @@ class AutogradSolver:
     def inputs(self, x: Tensor) -> Tensor:
         """Samples as the model takes them."""
         inputs = self.federation.prepare(x)
-        return inputs.to(self.space.vector.dtype) if inputs.is_floating_point() else inputs
+        return inputs.to(self.layout.vector.dtype) if inputs.is_floating_point() else inputs
 
     def own_randomness(self) -> AbstractContextManager[None]:
         """A context that leaves torch's global random state as it was."""

@@ -86,8 +86,8 @@ class DenseSolver(AutogradSolver):
     ) -> None:
         super().__init__(module, federation, seed, parts, device, problem)
         self._features, *self._widths = _widths(module)
-        self.group = max(1, min(_MOST, _TOGETHER // self.space.trainable))
-        places = {id(parameter): place for parameter, place in self.space.trained}
+        self.group = max(1, min(_MOST, _TOGETHER // self.layout.trainable))
+        places = {id(parameter): place for parameter, place in self.layout.trained}
         self._places = [(places[id(p)], p.shape) for p in module.parameters()]
         self._grams: OrderedDict[int, Tensor] = OrderedDict()
 
@@ -109,8 +109,8 @@ class DenseSolver(AutogradSolver):
         return (
             is_known(task.objective)
             and type(task.optimizer) in (Sgd, Adam, AdamW)
-            and (type(task.objective) is Plain or not self.space.personal)
-            and (task.upload != "gradient" or not self.space.personal)
+            and (type(task.objective) is Plain or not self.layout.personal)
+            and (task.upload != "gradient" or not self.layout.personal)
             and type(task.schedule) is Constant
             and not (task.keep_optimizer or job.swaps)
         )

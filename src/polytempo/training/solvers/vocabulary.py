@@ -54,28 +54,28 @@ class Part:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The table of words in the model that `space` holds."""
+    """The table of words in the model that `layout` holds."""
 
-    space: Layout
+    layout: Layout
     table: slice
     width: int
 
     @classmethod
-    def of(cls, space: Layout) -> Vocabulary | None:
+    def of(cls, layout: Layout) -> Vocabulary | None:
         """None if the module names no table, or does not train it, or some of it stays with the
         clients."""
-        name = {**vars(type(space.module)), **vars(space.module)}.get("token_table")
-        weight = space.module.get_submodule(name).weight if name else None
-        for parameter, place in space.trained if not space.personal else ():
+        name = {**vars(type(layout.module)), **vars(layout.module)}.get("token_table")
+        weight = layout.module.get_submodule(name).weight if name else None
+        for parameter, place in layout.trained if not layout.personal else ():
             if parameter is weight:
-                return cls(space, place, parameter.shape[1])
+                return cls(layout, place, parameter.shape[1])
         return None
 
     def part(self, tokens: Tensor, params: Tensor) -> Part:
         """The model `params` with the words of `tokens` alone."""
         padded = torch.cat([tokens.new_tensor([_PADDING]), tokens.flatten()])
         words, numbers = torch.unique(padded, return_inverse=True)  # padding stays number 0
-        received = params[: self.space.parameters]
+        received = params[: self.layout.parameters]
         rows = received[self.table].view(-1, self.width)
         squares = rows.square().sum(1, dtype=torch.float64)
         squares[words] = 0
@@ -103,11 +103,11 @@ class Vocabulary:
         try:
             yield
         finally:
-            self._bind(self.space.vector, self.space.grad, 0)
+            self._bind(self.layout.vector, self.layout.grad, 0)
 
     def _bind(self, theta: Tensor, grad: Tensor, shrunk: int) -> None:
         """Make the parameters views of `theta`, in which the table is so much shorter."""
-        for parameter, place in self.space.trained:
+        for parameter, place in self.layout.trained:
             begin = place.start - (shrunk if place.start > self.table.start else 0)
             size = place.stop - place.start - (shrunk if place == self.table else 0)
             shape = (-1, self.width) if place == self.table else parameter.shape
