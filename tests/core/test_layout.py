@@ -349,3 +349,22 @@ def test_the_head_may_be_the_module_itself():
     with pytest.raises(PolytempoError, match="leaves nothing to share"):
         Layout(nn.Linear(2, 2), Parts(["head"]))
     assert Layout(nn.Linear(2, 2), Parts(["bias"])).size == 4
+
+
+class Tied(nn.Module):
+    """The head looks words up in the table that they were embedded with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.middle(self.table(tokens).mean(1)))
+
+
+def test_tied_weights_go_where_any_of_their_names_goes():
+    head, body = Layout(Tied(), Parts(["head"])), Layout(Tied(), Parts(["body"]))
+    assert (head.personal, head.size) == (15 + 5, 9 + 3)
+    assert (body.personal, body.size) == (9 + 3, 15 + 5)
+    assert Layout(Tied(), Parts(frozen=["head.weight"])).size == 9 + 3 + 5

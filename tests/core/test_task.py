@@ -262,3 +262,8 @@ def test_a_task_survives_the_journey_as_json(kind, steps):
 def test_an_unknown_key_is_refused():
     with pytest.raises(PolytempoError, match="epoch"):
         TASKS.create({"name": "task", "epoch": 3})
+
+
+def test_two_client_steps_cannot_upload_under_one_name():
+    with pytest.raises(PolytempoError, match="two client steps upload 'basis'"):
+        Task(client_steps=(Basis(2), Basis(3)))

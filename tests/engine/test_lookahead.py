@@ -464,7 +464,7 @@ def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, n
                 for client in range(8)
             ]
             row = simulation.history[-1]
-            assert row | over_clients(scores) == row
+            assert row | over_clients(scores, simulation.problem) == row
             seen.append(event.loss)
 
     simulation.observers.append(compare)

@@ -63,7 +63,7 @@ class Quadratic:
         return w - job.params if task.upload == "delta" else w
 
     def evaluate(self, exam):
-        return [Score({"total": 2, "loss": 1.0, "correct": 1}) for _ in exam.clients]
+        return [Score({"total": 2, "loss": 1.0, "correct": 1, "top5": 2}) for _ in exam.clients]
 
 
 def federation() -> pt.Federation:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from linear_model import gradient, schedule
 from torch import nn
 
-from polytempo import Context, Server, Staleness, Task, Update
+from polytempo import Context, PolytempoError, Server, Staleness, Task, Update
 from polytempo.core.events import as_dict
-from polytempo.core.optimizer import Sgd
+from polytempo.core.optimizer import Adam, Sgd
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.simulation.dropout import Drop
@@ -287,3 +287,14 @@ def drift(strategy, corrected):
 def test_corrections_keep_clients_from_drifting_apart():
     assert drift(FedAC(server_lr=1e-12), corrected=0) > 1
     assert drift(FedAC(server_lr=1e-12), corrected=1) < 1e-3
+
+
+def test_momentum_that_is_kept_is_refused():
+    """What the client did could not be told from what it did in earlier trainings."""
+    task = Task(steps=4, keep_optimizer=True)
+    with pytest.raises(PolytempoError, match="omit --keep-optimizer"):
+        effective_steps(task, 10)
+    without = Task(steps=4, keep_optimizer=True, optimizer=Sgd(momentum=0.0))
+    assert effective_steps(without, 10) == 4
+    with pytest.raises(PolytempoError, match="use --optimizer sgd, not adam"):
+        effective_steps(Task(optimizer=Adam()), 10)

@@ -36,14 +36,15 @@ def test_clients_that_never_trained_take_no_memory():
     assert stored < 100 * 4_000  # of 10,000 rows
 
 
-def test_the_revision_of_a_client_changes_with_its_memory_and_with_no_others():
+def test_the_revision_of_a_vector_changes_with_it_and_with_no_other():
     memory = ClientMemory(3, {"personal": torch.zeros(2)})
-    before = [memory.revision(k) for k in range(3)]
+    before = [memory.revision("personal", k) for k in range(3)]
     memory.set(1, {"personal": torch.ones(2)})
-    after = [memory.revision(k) for k in range(3)]
+    after = [memory.revision("personal", k) for k in range(3)]
     assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
     memory.set(1, {"momentum": torch.ones(2)})
-    assert memory.revision(1) != after[1]
+    assert memory.revision("personal", 1) == after[1]
+    assert memory.revision("nothing of the kind", 1) == 0
 
 
 def test_it_comes_back_from_a_file(tmp_path):

@@ -450,7 +450,8 @@ def test_a_worker_that_was_stopped_is_killed_in_the_end(monkeypatch):
     with on_workers(Probe(), 1):
         [worker] = children()
         os.kill(worker.pid, signal.SIGSTOP)
-    assert worker.exitcode == -signal.SIGKILL
+    # some systems let the termination through that was sent before
+    assert worker.exitcode in (-signal.SIGKILL, -signal.SIGTERM)
 
 
 def test_a_dead_worker_is_noticed_though_its_pipe_is_held_open(monkeypatch):

@@ -175,13 +175,17 @@ class Layout:
 
 
 def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[str]:
-    """The names of parameters and buffers that the patterns stand for."""
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    """The names of parameters and buffers that the patterns stand for. What has several names (tied
+    weights) is called by its first."""
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    first = {id(tensor): name for name, tensor in reversed(every)}
+    names = {name: first[id(tensor)] for name, tensor in every}
     found: set[str] = set()
     for pattern in patterns:
         if pattern in (HEAD, BODY):
-            head = {f"{_head(module)}{name}" for name in ("weight", "bias")} & set(names)
-            matches = head if pattern == HEAD else set(names) - head
+            head = {f"{_head(module)}{name}" for name in ("weight", "bias")} & names.keys()
+            tied = {names[name] for name in head}
+            matches = head if pattern == HEAD else {n for n in names if names[n] not in tied}
         elif pattern == NORM:
             matches = set()
             for prefix, layer in _normalisation(module):
@@ -193,7 +197,7 @@ def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[st
             raise PolytempoError(
                 f"--{option} {pattern}: {type(module).__name__} has nothing of that name{known}"
             )
-        found |= matches
+        found |= {names[name] for name in matches}
     return found
 
 

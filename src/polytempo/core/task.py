@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from polytempo.core.client_steps import CLIENT_STEPS, ClientStep
+from polytempo.core.errors import PolytempoError
 from polytempo.core.objective import OBJECTIVES, Objective, Plain
 from polytempo.core.optimizer import OPTIMIZERS, Optimizer, Sgd
 from polytempo.core.registry import Options, Registry
@@ -46,6 +47,12 @@ class Task(Options):
     )
     upload: Literal["model", "delta", "gradient"] = "model"
     client_steps: tuple[Annotated[ClientStep, BeforeValidator(CLIENT_STEPS.create)], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for step in self.client_steps for name in step.uploads]
+        for name in names:
+            if names.count(name) > 1:
+                raise PolytempoError(f"two client steps upload {name!r}: give one another name")
 
     @property
     def extras(self) -> dict[str, int]:

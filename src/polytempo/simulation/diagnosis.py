@@ -207,7 +207,7 @@ class Diagnosis(Extension):
                 objective=Plain(),
                 upload="gradient",
             )
-            stream, memory = ("diagnose", client, self.arrivals), simulator.memory.get(client)
+            stream, memory = ("diagnose", client, self.arrivals), simulator.own_part(client)
             jobs.append(Job(client, model, task, stream, memory=memory))
         for job in jobs:
             simulator.backend.expect(job, -1.0)  # ahead of all training

@@ -250,7 +250,7 @@ class Engine:
                 self._evaluated = model, scores
             return [self._evaluated[1][client] for client in clients]
         revisions = {
-            client: (self.strategy.revision(client), self.memory.revision(client))
+            client: (self.strategy.revision(client), self.memory.revision(PERSONAL, client))
             for client in clients
         }
         changed = [
@@ -268,6 +268,10 @@ class Engine:
         if not self.layout.personal:
             return Exam(model, list(clients))
         return Exam(model, list(clients), [self.personal(client) for client in clients])
+
+    def own_part(self, client: int) -> dict[str, Tensor]:
+        """What a training outside the run needs of the client's memory."""
+        return {PERSONAL: self.personal(client)} if self.layout.personal else {}
 
     def personal(self, client: int) -> Tensor:
         """The client's own part of the model."""
@@ -291,7 +295,7 @@ class Engine:
                 jobs = []
                 for client in clients[begin : begin + together]:
                     stream = ("adapt", client, "round", self.round)
-                    model, memory = self.strategy.serve(client), self.memory.get(client)
+                    model, memory = self.strategy.serve(client), self.own_part(client)
                     jobs.append(Job(client, model, task, stream, memory=memory))
                     self.backend.expect(jobs[-1])
                 exams = []

@@ -163,7 +163,7 @@ class Simulator(Engine):
             except Refused as refusal:
                 self._expect(flight, self.time)  # as if it had not happened
                 why = str(refusal)
-                if not bool(torch.isfinite(flight.job.params).all()):
+                if not bool(torch.isfinite(flight.job.latest).all()):
                     why = f"{self.strategy} served client {client} a model that is NaN or infinite"
                 raise Diverged(
                     f"round {self.server.round}, simulated time {self.time:g}: {why}"

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.bank import ModelBank
+from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.objective import Drift
 from polytempo.core.optimizer import require_sgd
@@ -142,5 +143,10 @@ def effective_steps(task: Task, samples: int) -> float:
     later steps, so that the k-th from the end counts 1 + mu + ... + mu^(k-1) times:
     `sum_{k=1..K} (1 - mu^k) / (1 - mu)`.
     """
-    steps, mu = task.total_steps(samples), require_sgd(task.optimizer, "fedac").momentum
+    steps, mu = task.total_steps(samples), require_sgd(task.optimizer, "this method").momentum
+    if mu and task.keep_optimizer:
+        raise PolytempoError(
+            "momentum that a client keeps from one training to the next cannot be told from the "
+            "gradients of this training; omit --keep-optimizer"
+        )
     return (steps - mu * (1 - mu**steps) / (1 - mu)) / (1 - mu)

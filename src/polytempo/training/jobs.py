@@ -44,6 +44,11 @@ class Job:
         """The step from which on the model was trained that is there at the end."""
         return self.swaps[-1].step if self.swaps else self.first_step
 
+    @property
+    def latest(self) -> Tensor:
+        """The model that was received last."""
+        return self.swaps[-1].params if self.swaps else self.params
+
     def swapped(self, step: int, dispatch: Dispatch) -> Job:
         """The same training with the model of that dispatch from that step on. What was trained
         before is lost, and need not be trained, unless the client keeps some of it: its own part of

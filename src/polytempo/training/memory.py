@@ -38,9 +38,9 @@ class ClientMemory:
                 self._banks[name] = ModelBank(self.clients, torch.zeros_like(vector))
             self._banks[name].set(client, vector)
 
-    def revision(self, client: int) -> tuple[int, ...]:
-        """Something that changes whenever the client's memory does."""
-        return tuple(bank.revision(client) for bank in self._banks.values())
+    def revision(self, name: str, client: int) -> int:
+        """A number that changes whenever this vector of the client does."""
+        return self._banks[name].revision(client) if name in self._banks else 0
 
     def state_dict(self) -> dict[str, Any]:
         return {name: bank.state_dict() for name, bank in self._banks.items()}
