@@ -63,7 +63,8 @@ class Quadratic:
         return w - job.params if task.upload == "delta" else w
 
     def evaluate(self, exam):
-        return [Score({"total": 2, "loss": 1.0, "correct": 1, "top5": 2}) for _ in exam.clients]
+        sums = {"total": 2.0, "loss": 1.0, "correct": 1.0, "top5": 2.0}
+        return [Score(sums) for _ in exam.clients]
 
 
 def federation() -> pt.Federation:
