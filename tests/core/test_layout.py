@@ -169,7 +169,7 @@ def test_double_precision_modules_have_double_vectors():
 
 
 def test_a_module_without_parameters_is_an_error_that_names_it():
-    with pytest.raises(PolytempoError, match="Tanh has no parameters"):
+    with pytest.raises(PolytempoError, match="Tanh: has no parameters"):
         Layout(nn.Tanh())
 
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polytempo import PolytempoError
-from polytempo.core.optimizer import OPTIMIZERS, Adam, AdamW, Optimizer, Sgd, require_sgd
+from polytempo.core.optimizer import OPTIMIZERS, Adam, AdamW, Optimizer, Sgd
 
 DECAYS = st.sampled_from([0.0, 1e-4, 0.3])
 BETAS = st.sampled_from([0.0, 0.5, 0.9, 0.999])
@@ -88,9 +87,3 @@ def test_moments_of_zeros_are_those_of_the_beginning(name):
     ours = OPTIMIZERS.create(name)
     begun = ours.begin(torch.ones(4))
     assert all(not begun[key].any() for key in ours.kept)
-
-
-def test_methods_that_reason_about_sgd_refuse_others():
-    assert require_sgd(Sgd(momentum=0.5), "fedac").momentum == 0.5
-    with pytest.raises(PolytempoError, match=r"fedac .* --optimizer sgd, not adamw"):
-        require_sgd(AdamW(), "fedac")

@@ -267,3 +267,13 @@ def test_an_unknown_key_is_refused():
 def test_two_client_steps_cannot_upload_under_one_name():
     with pytest.raises(PolytempoError, match="two client steps upload 'basis'"):
         Task(client_steps=(Basis(2), Basis(3)))
+
+
+def test_a_method_that_looks_at_steps_can_ask_for_plain_sgd():
+    assert Task(optimizer=Sgd(momentum=0.5)).plain_sgd("fedac").momentum == 0.5
+    with pytest.raises(PolytempoError, match=r"fedac .* use --optimizer sgd, not adamw"):
+        Task(optimizer=AdamW()).plain_sgd("fedac")
+    kept = Task(keep_optimizer=True)
+    with pytest.raises(PolytempoError, match="omit --keep-optimizer"):
+        kept.plain_sgd("fedac")
+    assert replace(kept, optimizer=Sgd(momentum=0.0)).plain_sgd("fedac").momentum == 0.0

@@ -80,7 +80,8 @@ class Layout:
                 self._still.append(layer)
                 frozen |= statistics
         if not parameters:
-            raise PolytempoError(f"{type(module).__name__} has no parameters: nothing to train")
+            what = f"--freeze {','.join(parts.frozen)} leaves" if parts.frozen else "has"
+            raise PolytempoError(f"{type(module).__name__}: {what} no parameters to train")
         buffers = [(name, b) for name, b in module.named_buffers() if name not in frozen]
         floating = [found for found in buffers if found[1].is_floating_point()]
         moving = floating if parts.buffers == "share" else []
@@ -193,10 +194,10 @@ def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[st
         else:
             matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
-            known = nearest(pattern, [HEAD, NORM, BODY, *names])
-            raise PolytempoError(
-                f"--{option} {pattern}: {type(module).__name__} has nothing of that name{known}"
-            )
+            model, known = type(module).__name__, nearest(pattern, [HEAD, NORM, BODY, *names])
+            if pattern == NORM:
+                raise PolytempoError(f"--{option} norm: {model} has no normalisation layers")
+            raise PolytempoError(f"--{option} {pattern}: {model} has nothing of that name{known}")
         found |= {names[name] for name in matches}
     return found
 

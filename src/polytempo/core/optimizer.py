@@ -16,7 +16,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Options, Registry
 
 Moments = dict[str, Tensor]
@@ -116,13 +115,3 @@ class AdamW(Adam):
     def descend(self, theta: Tensor, moments: Moments, lr: float) -> None:
         theta.mul_(1 - lr * self.weight_decay)
         super().descend(theta, moments, lr)
-
-
-def require_sgd(optimizer: Optimizer, who: str) -> Sgd:
-    """For a method whose server reasons about the steps of its clients."""
-    if not isinstance(optimizer, Sgd):
-        raise PolytempoError(
-            f"{who} derives gradients from the steps of plain SGD; use --optimizer sgd, not "
-            f"{optimizer.name}"
-        )
-    return optimizer

@@ -59,6 +59,21 @@ class Task(Options):
         """What is uploaded beside the vector: names, and the number of rows of each."""
         return {name: rows for step in self.client_steps for name, rows in step.uploads.items()}
 
+    def plain_sgd(self, who: str) -> Sgd:
+        """The optimizer, for a method that concludes from a client's steps what its gradients were;
+        an error if that cannot be done."""
+        if type(self.optimizer) is not Sgd:
+            raise PolytempoError(
+                f"{who} derives gradients from the steps of plain SGD; use --optimizer sgd, not "
+                f"{self.optimizer.name}"
+            )
+        if self.keep_optimizer and self.optimizer.momentum:
+            raise PolytempoError(
+                f"{who} cannot tell momentum that a client kept from its last training from the "
+                "gradients of this one; omit --keep-optimizer, or use --momentum 0"
+            )
+        return self.optimizer
+
     def rate(self, step: int) -> float:
         """The learning rate of that step."""
         return self.lr * self.schedule.factor(step)

@@ -12,10 +12,8 @@ from pydantic import Field
 from torch import Tensor
 
 from polytempo.core.bank import ModelBank
-from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.objective import Drift
-from polytempo.core.optimizer import require_sgd
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.core.task import Task
 from polytempo.strategies.history import History, cosine
@@ -76,6 +74,7 @@ class FedAC(Strategy):
 
     def setup(self, context: Context) -> None:
         super().setup(context)
+        context.task.plain_sgd("fedac")
         zeros = torch.zeros_like(context.initial)
         self.models = History(context.initial)  # w
         self.controls = History(zeros)  # c
@@ -143,10 +142,5 @@ def effective_steps(task: Task, samples: int) -> float:
     later steps, so that the k-th from the end counts 1 + mu + ... + mu^(k-1) times:
     `sum_{k=1..K} (1 - mu^k) / (1 - mu)`.
     """
-    steps, mu = task.total_steps(samples), require_sgd(task.optimizer, "this method").momentum
-    if mu and task.keep_optimizer:
-        raise PolytempoError(
-            "momentum that a client keeps from one training to the next cannot be told from the "
-            "gradients of this training; omit --keep-optimizer"
-        )
+    steps, mu = task.total_steps(samples), task.plain_sgd("this method").momentum
     return (steps - mu * (1 - mu**steps) / (1 - mu)) / (1 - mu)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from polytempo.core.messages import Staleness, Update
-from polytempo.core.optimizer import require_sgd
 from polytempo.core.strategy import STRATEGIES, Context
 from polytempo.core.task import Task
 from polytempo.strategies.fedavg import FedAvg
@@ -32,6 +31,7 @@ class FedSGD(FedAvg):
 
     def setup(self, context: Context) -> None:
         super().setup(context)
+        self.beta = context.task.plain_sgd("fedsgd").momentum
         self.momentum = torch.zeros_like(self.total)
         self.rate = context.task.lr  # that the cohort was sent
 
@@ -43,6 +43,5 @@ class FedSGD(FedAvg):
         return super().fold(update, staleness)
 
     def replacement(self, mean: Tensor) -> Tensor:
-        momentum = require_sgd(self.context.task.optimizer, "fedsgd").momentum
-        self.momentum = momentum * self.momentum + mean
+        self.momentum = self.beta * self.momentum + mean
         return (self.model - self.rate * self.momentum).to(self.model.dtype)
