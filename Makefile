@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all their own set-up: a virtual environment with pinned versions.
+# `make demo` and `make test` do all their own setup: a virtual environment with pinned versions.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,11 +7,11 @@ READY := $(VENV)/.ready
 .PHONY: help demo test chaos explore lint types clean
 
 help:
-	@echo "make demo   install, then PACE against FedAvg, FedAsync and standalone: table, plots, HTML"
-	@echo "make test   install, then linter, type checker and tests"
-	@echo "make chaos  ten peers on this machine, killed and restarted for a minute; then a check"
-	@echo "make explore all histories of two and three peers up to a large bound (some minutes)"
-	@echo "make clean  remove the virtual environment and the demo's results"
+	@echo "make demo     install, then run PACE against FedAvg, FedAsync and standalone: table, plots, HTML"
+	@echo "make test     install, then run linter, type checker and tests"
+	@echo "make chaos    run ten peers on this machine, kill and restart them for a minute, check their logs"
+	@echo "make explore  explore all histories of two and three peers up to a large bound (some minutes)"
+	@echo "make clean    remove the virtual environment and the demo's results"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
