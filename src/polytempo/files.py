@@ -28,7 +28,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise PolytempoError(
             f"{error.filename or path} could not be written: {error.strerror or error}; what was "
-            "saved before is intact: make room (or give the right to write), then resume"
+            "saved before is intact: free some space (or grant write permission), then resume"
         ) from error
 
 
@@ -115,8 +115,8 @@ def _length(path: Path, lines: int) -> int:
                 if found == lines:
                     return file.tell()
     raise PolytempoError(
-        f"{path} holds {found} of the {lines} lines that were there at the checkpoint; put it "
-        "back, or start the run anew"
+        f"{path} holds {found} of the {lines} lines that it had at the checkpoint; restore it, "
+        "or start a new run"
     )
 
 

@@ -50,10 +50,10 @@ def load_state(path: str | os.PathLike[str]) -> State:
             arrays = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         state: State = _join(skeleton, arrays)
     except FileNotFoundError as error:
-        raise PolytempoError(f"there is no checkpoint {path}; start the run anew") from error
+        raise PolytempoError(f"there is no checkpoint {path}; start a new run") from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise PolytempoError(
-            f"{path} is no checkpoint of polytempo ({error}); delete it and start the run anew"
+            f"{path} is not a Polytempo checkpoint ({error}); delete it and start a new run"
         ) from error
     return state
 

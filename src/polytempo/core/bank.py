@@ -297,7 +297,7 @@ class ModelBank:
         if len(slots) != len(self) or len(origin) != len(self.origin):
             raise PolytempoError(
                 f"the checkpoint has {len(slots)} clients with {len(origin)} parameters, expected "
-                f"{len(self)} with {len(self.origin)}; start the run anew"
+                f"{len(self)} with {len(self.origin)}; start a new run"
             )
         self._slots[:] = slots
         self._squares = np.array(state["squares"])

@@ -87,7 +87,7 @@ class Layout:
         names = {name for name, _ in moving}
         dtype = parameters[0][1].dtype
         if any(tensor.dtype != dtype for _, tensor in (*parameters, *moving)):
-            raise PolytempoError(f"all parameters must have one type, here {dtype} and others")
+            raise PolytempoError(f"all parameters must have the same type, got {dtype} and others")
 
         def of(found: list[tuple[str, Tensor]], mine: bool) -> list[Tensor]:
             return [tensor for name, tensor in found if (name in personal) == mine]
@@ -202,7 +202,8 @@ def _head(module: nn.Module) -> str:
     layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not layers:
         raise PolytempoError(
-            f"{type(module).__name__} has no linear layer, so it has no head; name its parameters"
+            f"{type(module).__name__} has no linear layer, so it has no head; give its parameters "
+            "by name"
         )
     return f"{layers[-1]}." if layers[-1] else ""
 

@@ -157,7 +157,7 @@ class Registry(Generic[T]):
         maker = self[name]
         if self.base and not (isinstance(maker, type) and issubclass(maker, self.base)):
             raise PolytempoError(
-                f"{name!r} is no {self.kind}: derive it from {self.base.__module__}:"
+                f"invalid {self.kind} {name!r}: derive it from {self.base.__module__}:"
                 f"{self.base.__qualname__}"
             )
         given = {key: None if value == "none" else value for key, value in given.items()}
@@ -167,7 +167,7 @@ class Registry(Generic[T]):
         except pydantic.ValidationError as error:
             message = explain(error, option_names(maker))
             raise PolytempoError(f"{self.kind} {name}: {message}") from error
-        except TypeError as error:  # a class of the user's own that is no options dataclass
+        except TypeError as error:  # a user's class that is not an options dataclass
             raise PolytempoError(f"{self.kind} {name}: {error}") from error
 
     def _nested(self, name: str, maker: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Server:
     def lost(self, client: int) -> list[Action]:
         """The update of a client in training will never come."""
         if client not in self.open:
-            raise PolytempoError(f"client {client} is not in training: nothing of it can be lost")
+            raise PolytempoError(f"client {client} is not in training: it has nothing to lose")
         self.strategy.lost(client)
         return self._close(client, self.strategy.model_for)
 
@@ -219,14 +219,14 @@ class Server:
         if not answered:
             raise Refused(
                 f"client {client} answers dispatch {number}, which is not open: this update came "
-                "twice, too late, or answers what went to another client"
+                "twice or too late, or answers another client's dispatch"
             )
         vector = update.vector
         wanted = self.context.initial
         if vector.shape != wanted.shape:
             raise Refused(
                 f"client {client} sent {list(vector.shape)} numbers, expected "
-                f"{list(wanted.shape)}: it trains another model"
+                f"{list(wanted.shape)}: it trains a different model"
             )
         if vector.dtype != wanted.dtype:
             raise Refused(f"client {client} sent {vector.dtype}, expected {wanted.dtype}")

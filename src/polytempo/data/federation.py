@@ -117,7 +117,7 @@ class Federation:
         """Samples of each label that each client holds, [clients, classes], train and test."""
         if not self.labelled:
             raise PolytempoError(
-                f"{self.name} is for {self.problem}, and has no labels to count; use data for "
+                f"{self.name} is for {self.problem} and has no labels to count; use data for "
                 "classification or multilabel"
             )
         y = self.y.numpy()
@@ -288,7 +288,7 @@ class Federation:
         if pool.problem == "next-token" and getattr(divider, "by_label", False):
             name = PARTITIONS.describe(divider)["name"]
             raise PolytempoError(
-                f"partition {name} goes by labels, and {title} has none: it is for next-token; use "
+                f"partition {name} goes by labels, but {title} has none: it is for next-token; use "
                 + ("natural, iid or quantity" if pool.users is not None else "iid or quantity")
             )
         natural = isinstance(divider, Natural) and pool.users is not None

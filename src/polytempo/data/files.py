@@ -43,8 +43,8 @@ def _images(name: str, parts: Sequence[tuple[Path, str]], classes: int) -> tuple
     x = cached(name, list(dict.fromkeys(path for path, _ in parts)), len(y), build)
     if len(x) != len(y):
         raise PolytempoError(
-            f"{name}: {len(x)} images but {len(y)} labels in {parts[0][0].parent}; are the files "
-            "damaged? get them again"
+            f"{name}: {len(x)} images but {len(y)} labels in {parts[0][0].parent}; if the files "
+            "are damaged, download them again"
         )
     return x, y
 

@@ -54,7 +54,7 @@ class Comparison:
             for result in found:
                 if result.metric != self.metric:
                     raise PolytempoError(
-                        f"{label}, seed {result.seed}, was judged by {result.metric.name}, and "
+                        f"{label}, seed {result.seed}, was judged by {result.metric.name}, but "
                         f"this comparison is about {self.metric.name}; choose another --out, or "
                         "delete the older runs"
                     )
@@ -169,7 +169,7 @@ def _continue(
     name = difference(wanted, found)
     if name is not None:
         raise PolytempoError(
-            f"{place} was run with {name} = {found.get(name)!r}, now it is "
+            f"{place} was run with {name} = {found.get(name)!r}, but now it is "
             f"{wanted.settings().get(name)!r}; choose another --out or delete the folder"
         )
     if (place / "result.json").exists():

@@ -188,8 +188,8 @@ class Experiment(_Part):
             for end in ("versions", "messages"):
                 if found.get(end) is not None:
                     raise PolytempoError(
-                        f"{self.name}: its runs end after {found[end]} {end}, too, so that "
-                        "--rounds would not say how long they are"
+                        f"{self.name}: its runs also end after {found[end]} {end}, so --rounds "
+                        "would not say how long they are; omit it"
                     )
             if "eval_every" in found and "rounds" in found:
                 interval = found["eval_every"] * self.rounds / found["rounds"]

@@ -48,8 +48,8 @@ def client_of(id: str, client: int | None, clients: int) -> int:
         digits = id[len(id.rstrip("0123456789")) :]
         if not digits:
             raise PolytempoError(
-                f"whose data has peer {id!r}? Name a client with --client, or let the name end "
-                "with its number (peer-0)"
+                f"whose data does peer {id!r} have? Name a client with --client, or let the peer's "
+                "name end with its number (peer-0)"
             )
         client = int(digits)
     if not 0 <= client < clients:

@@ -124,7 +124,7 @@ class RunResult:
     def model(self, client: int) -> dict[str, Tensor]:
         """The client's model as a state dict, to load into an `nn.Module` of the same kind."""
         if self.simulator is None:
-            raise PolytempoError("a result read from a folder holds no models; run it anew")
+            raise PolytempoError("a result read from a folder holds no models; run it again")
         layout = self.simulator.layout
         own = self.simulator.personal(client) if layout.personal else None
         layout.load(self.simulator.strategy.serve(client), own)

@@ -41,7 +41,7 @@ class Inputs:
         if self.vocabulary is not None and self.vocabulary < 2:
             raise PolytempoError(
                 f"a vocabulary of {self.vocabulary} leaves no words; it needs at least 2 "
-                "(token 0 is padding), or None for data that are no text"
+                "(token 0 is padding), or None for data that are not text"
             )
 
 

@@ -202,6 +202,6 @@ class Driver:
                 for found in (saved, self.fixed)
             )
             raise PolytempoError(
-                f"{self.folder.path} holds a peer that learnt with {was}, not with {now}; give the "
-                "same settings, or another --out"
+                f"{self.folder.path} holds a peer that was trained with {was}, not with {now}; "
+                "give the same settings, or another --out"
             )

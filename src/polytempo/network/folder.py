@@ -47,7 +47,7 @@ class Folder:
             owner, last = found["peer"], int(found.get("incarnation", 0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PolytempoError(
-                f"{file} is not what a peer wrote ({error}); give another --out, or delete it"
+                f"{file} was not written by a peer ({error}); give another --out, or delete it"
             ) from error
         if owner != self.peer:
             raise PolytempoError(

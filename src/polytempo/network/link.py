@@ -258,8 +258,8 @@ class Link:
         if who.peer == me.peer:
             if isinstance(who, Identity) and stands and who.incarnation > me.incarnation:
                 raise PolytempoError(
-                    f"another process runs as {me.peer!r} now (incarnation {who.incarnation}, this "
-                    f"one is {me.incarnation}); give each peer an --id of its own"
+                    f"another process now runs as {me.peer!r} (incarnation {who.incarnation}, this "
+                    f"one is {me.incarnation}); give each peer its own --id"
                 )
         elif isinstance(who, Token):
             self._handle(Appeared(who) if stands else Vanished(who))
@@ -355,7 +355,7 @@ class Link:
             if answer is not None:
                 message = self._read(answer, weights=True)
                 if (message.by, message.token) != (token.owner, token):
-                    raise Refused(f"the answer of {message.by} is not of the owner of {token}")
+                    raise Refused(f"the answer of {message.by} is not from the owner of {token}")
                 snapshot = message.snapshot
         except Refused as error:
             self.record("refused", why=str(error))

@@ -284,8 +284,8 @@ class Pairing:
         saved = read(state["identity"])
         if saved != self.identity:
             raise PolytempoError(
-                f"the pairing of {tuple(saved)} cannot go on as {tuple(self.identity)}; a later "
-                "incarnation begins anew"
+                f"the pairing of {tuple(saved)} cannot continue as {tuple(self.identity)}; a later "
+                "incarnation starts afresh"
             )
         self.phase = read(state["phase"])
         self.hints = {token.peer: token for token in map(read, state["hints"])}

@@ -35,7 +35,7 @@ def plot_clusters(
     """One strip a client, in the colour of its cluster, from the first to the last update. Clients
     are in order of their true groups, and there of the clusters where they end."""
     if not changes or rounds < 1:
-        raise PolytempoError("no clusters to draw; let the run go on for more updates")
+        raise PolytempoError("no clusters to draw; run for more updates")
     grid = strips(changes, clients, rounds)
     order = np.lexsort((grid[:, -1], np.zeros(clients) if groups is None else groups))
     area = Counter(grid[grid >= 0].tolist())
@@ -92,7 +92,7 @@ def plot_similarity(
 ) -> Path:
     """How alike clients are, a few times over the run, on one scale of colours."""
     if not matrices:
-        raise PolytempoError("no likeness to draw; let the run go on for more updates")
+        raise PolytempoError("no similarities to draw; run for more updates")
     chosen = np.unique(np.linspace(0, len(matrices) - 1, min(PANELS, len(matrices))).round())
     panels = [matrices[int(k)] for k in chosen]
     clients = len(panels[0][2])

@@ -63,7 +63,7 @@ class Diagnosis(Extension):
         if not self.strategy.single_model:
             raise PolytempoError(
                 f"--diagnose needs a strategy with one model for all; {self.strategy.name} has one "
-                "for each client"
+                "per client"
             )
         context = dataclasses.replace(simulator.server.context, storage=PLAIN_STORAGE)
         self.clients = context.clients

@@ -150,7 +150,7 @@ class Trace(Dropout):
                 if missing:
                     raise PolytempoError(
                         f"trace {self.path}: no column {', '.join(sorted(missing))}; "
-                        "wanted: client,time,available and optionally latency"
+                        "expected: client,time,available and optionally latency"
                     )
                 return [self._read(reader.line_num, row) for row in reader]
         except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -169,8 +169,8 @@ class Trace(Dropout):
             return Change(time, int(row["client"]), available, latency)
         except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise PolytempoError(
-                f"trace {self.path}, line {line}: cannot read {dict(row)}; wanted a client number, "
-                "a time in seconds, available 0 or 1, and a latency above 0 or nothing"
+                f"trace {self.path}, line {line}: cannot read {dict(row)}; expected a client "
+                "number, a time in seconds, available 0 or 1, and a latency above 0 or nothing"
             ) from error
 
     def changes(self, clients: int, seed: int) -> list[Change]:

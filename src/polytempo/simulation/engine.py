@@ -311,7 +311,7 @@ class Engine:
     def extend(self, extension: Extension) -> None:
         """Hang an extension onto the run, before it begins or is restored."""
         if extension.name in self.extensions:
-            raise PolytempoError(f"this run has an extension {extension.name!r} already")
+            raise PolytempoError(f"this run already has an extension {extension.name!r}")
         self.extensions[extension.name] = extension
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -343,18 +343,18 @@ class Engine:
         if state.get("format") != FORMAT:
             raise PolytempoError(
                 f"the checkpoint has format {state.get('format')}, this version reads {FORMAT}; "
-                "start the run anew"
+                "start a new run"
             )
         if state["data"] != self.federation.digest:
             raise PolytempoError(
-                f"the checkpoint was made on other data than {self.federation.description} now "
-                "is; bring the old files back, or start the run anew"
+                f"the checkpoint was made on data other than the present "
+                f"{self.federation.description}; restore the old files, or start a new run"
             )
         missing = self.extensions.keys() - state["extensions"].keys()
         if missing:
             raise PolytempoError(
                 f"the checkpoint was made without the {sorted(missing)[0]}, which must see a run "
-                "from its beginning; resume without it, or start the run anew"
+                "from its beginning; resume without it, or start a new run"
             )
         self.time, self.counter = state["time"], state["counter"]
         self.queue = [tuple(item) for item in state["queue"]]

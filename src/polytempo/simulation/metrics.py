@@ -34,14 +34,14 @@ def over_clients(scores: Sequence[Score], problem: Problem) -> dict[str, float |
     """
     tested = [score for score in scores if score.total]  # a client of one sample has no test split
     if not tested:
-        raise PolytempoError("no client has a sample to be tested on; use fewer clients")
+        raise PolytempoError("no client has a test sample; use fewer clients")
     metric, *others = problem.metrics
     pooled = merged(tested)
     each = _defined([metric.value(score.sums) for score in tested])
     if not len(each):
         raise PolytempoError(
             f"{metric.name} is not defined (NaN) for any client; use fewer clients, so that each "
-            "has more test samples, or let the problem begin with another metric"
+            "has more test samples, or list another metric first in the problem"
         )
     with np.errstate(invalid="ignore"):  # a perplexity may be infinite
         apart = float(each.std())

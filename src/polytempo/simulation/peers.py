@@ -137,8 +137,8 @@ class PeerSimulator(Engine):
         strategy.setup(self.context)
         if not all(change.timed for change in self.changes):
             raise PolytempoError(
-                "dropout leave:version=... and join:round=... count what a server does, and p2p "
-                "has no server; say when with at=SECONDS"
+                "dropout leave:version=... and join:round=... count what a server does, but p2p "
+                "has no server; use at=SECONDS"
             )
         self.slots, self.refill = clients, strategy.refill
         self.messages.update(exchange=0, claim=0, announce=0)
@@ -426,9 +426,9 @@ class PeerSimulator(Engine):
         super().load_state_dict(state)
         if state["target"] != self.target:
             raise PolytempoError(
-                f"the peers were on their way to {state['target']} iterations, with the learning "
-                f"rates that belong to it, and not to {self.target}; leave --rounds as it was, or "
-                "start anew"
+                f"the peers were on their way to {state['target']} iterations, on the matching "
+                f"learning-rate schedule, not to {self.target}; leave --rounds as it was, or "
+                "start a new run"
             )
         self.incarnations = state["incarnations"]
         for client, saved in state["nodes"].items():

@@ -134,7 +134,7 @@ class ACEIncremental(ACE):
         if self.local_steps > 1:
             raise PolytempoError(
                 f"ace-incremental takes one local step, got local_steps={self.local_steps}; "
-                "ace takes more"
+                "use ace for more"
             )
 
     def task(self, client: int) -> Task:

@@ -322,7 +322,7 @@ class CASAPlus(CASA):
         if bits.dtype != torch.uint8 or bits.shape[1] != -(-len(update.vector) // 8):
             raise Refused(
                 f"client {update.client} sent a mask of {list(bits.shape)} {bits.dtype}, expected "
-                f"a bit for each of {len(update.vector)} parameters, in bytes"
+                f"a bit for each of {len(update.vector)} parameters, packed in bytes"
             )
         self.late[update.client] = self.age(update.client, staleness.rounds)
         return super().fold(update, staleness)

@@ -36,9 +36,9 @@ class FedAvg(Strategy):
     def _moved(cls, given: ArgsKwargs) -> ArgsKwargs:
         for option in {"milestones", "gamma"} & (given.kwargs or {}).keys():
             raise PolytempoError(
-                f"{cls.name} has no option {option!r} any more: the learning rate has a schedule "
-                "for all strategies, --lr-schedule steps:at=[...],gamma=0.1 (lr_schedule in TOML "
-                "and Python), which counts updates, not cohorts"
+                f"{cls.name} no longer has the option {option!r}: all strategies share a "
+                "learning-rate schedule, --lr-schedule steps:at=[...],gamma=0.1 (lr_schedule in "
+                "TOML and Python), which counts updates, not cohorts"
             )
         return given
 

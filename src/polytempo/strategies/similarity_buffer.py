@@ -117,7 +117,7 @@ class SimilarityBuffer:
             raise PolytempoError(
                 f"the checkpoint has buffers for {len(state['holds'])} clients and "
                 f"{len(state['ages']) - 1} models, expected {len(self.holds)} and {self.budget}; "
-                "start the run anew"
+                "start a new run"
             )
         self.holds[:], self.ages[:] = state["holds"], state["ages"]
         self.references[:], self.stored = state["references"], state["stored"]

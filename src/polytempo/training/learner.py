@@ -60,7 +60,7 @@ class Learner:
         last = self.iteration + steps
         if not bool(torch.isfinite(outcome.upload).all()):
             raise Diverged(
-                f"peer {self.client}: its model is NaN or infinite after iteration {last}; "
+                f"peer {self.client}: its model has NaN or infinite values after iteration {last}; "
                 "lower the learning rate"
             )
         self.params, self.memory, self.iteration = outcome.upload, outcome.memory, last
