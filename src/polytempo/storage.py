@@ -60,8 +60,8 @@ def load_state(path: str | os.PathLike[str]) -> State:
 
 def mapped(folder: str | os.PathLike[str] | None = None) -> Allocator:
     """An allocator for `Storage`: each block is a temporary file in `folder` (None: the system's
-    folder for such files) that has no name and goes with the process. Room on the disk is taken at
-    once."""
+    folder for such files) that has no name and disappears with the process. Its disk space is
+    reserved at once."""
 
     def allocate(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         size = shape[0] * shape[1] * dtype.itemsize

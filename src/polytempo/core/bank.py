@@ -113,7 +113,7 @@ class ModelBank:
         return self.origin + self._values(self._row(self._slots[client]), self._format)
 
     def revision(self, client: int) -> int:
-        """A number that is a new one whenever `row(client)` may have changed."""
+        """A number that changes whenever `row(client)` may have changed."""
         return int(self._revisions[self._slots[client]])
 
     def set(self, client: int, vector: Tensor) -> None:

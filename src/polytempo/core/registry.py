@@ -6,7 +6,7 @@ One notation serves them all, on the command line, in TOML files and in Python:
     pace:omega=2,reply=fresh          with options ("none" for no value)
     {"name": "pace", "omega": 2}      the same as a table
     pace:graph=fedamp,graph.sigma=5   options of an option that has some
-    mypackage.mymodule:MyStrategy     a class of the user's own (options may follow after a colon)
+    mypackage.mymodule:MyStrategy     a user's own class (options may follow after a colon)
 
 Options are the fields of a pydantic dataclass, so they are typed and checked wherever the object
 is made; a mistake becomes a one-line error that names the nearest option.
@@ -32,8 +32,8 @@ C = TypeVar("C", bound=type)
 
 @dataclass_transform(field_specifiers=(dataclasses.field, pydantic.Field))
 class Options:
-    """Base of everything that has options: its subclasses are dataclasses whose fields are checked
-    and which refuse what they do not know."""
+    """Base of everything that has options: its subclasses are dataclasses that check their fields
+    and refuse unknown ones."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -197,7 +197,7 @@ class Registry(Generic[T]):
 
     def describe(self, thing: T) -> dict[str, Any]:
         """The table from which `create` makes an equal object, in another process too: a class of
-        the user's own is named by its module, for its registration may not have happened there."""
+        the user's own is named by its module, since it may not be registered there."""
         cls = type(thing)
         name = f"{cls.__module__}:{cls.__qualname__}"
         if cls.__module__.startswith("polytempo."):

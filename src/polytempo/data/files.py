@@ -1,6 +1,6 @@
 """The known data sets that are read from files, and two that come with scikit-learn.
 
-Official training and test parts are pooled: a federation is split anew inside each client.
+Official training and test parts are pooled: a federation is split again within each client.
 """
 
 from __future__ import annotations

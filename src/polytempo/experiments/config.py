@@ -286,10 +286,10 @@ def difference(
     free: Iterable[str] = EXECUTION,
     strategy: Strategy | None = None,
 ) -> str | None:
-    """Is this the same run? The first setting in which the run that is wanted differs from one with
-    these settings, of those that are not `free`; None if there is none. What was left open, and is
-    filled in when a run begins, fits whatever was filled in. `strategy`: if it is at hand (it may
-    be of a class that cannot be imported)."""
+    """Is this the same run? The first setting, other than the `free` ones, in which the wanted run
+    differs from one with the `kept` settings; None if there is none. A setting that was left open,
+    to be filled in when a run begins, matches any value. `strategy`: the object, if there is one
+    (its class may not be importable)."""
     ours = wanted.settings()
     left = {name for name in FILLED if name not in ours}
     own = wanted.slots is not None and wanted.refill is None

@@ -66,7 +66,7 @@ class Method(_Part):
     strategy: str  # {rounds}, {cohorts}: the length of the run, in updates or in cohorts
     settings: dict[str, Any] = {}
     grid: dict[str, tuple[float, ...]] = {}  # options, each with the values that are tried
-    published_as: str | None = None  # the row whose published figures stand beside this one, too
+    published_as: str | None = None  # the row whose published figures this one is compared with too
     remark: str | None = None
 
 

@@ -49,8 +49,8 @@ PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have
 
 @dataclass
 class RunResult:
-    """The figures of one run. `summary` is what result.json holds; every figure of it is an
-    attribute, too: `result.mse_best`, `result.simulated_time`.
+    """The figures of one run. `summary` is what result.json holds; each of its figures is also an
+    attribute: `result.mse_best`, `result.simulated_time`.
 
     What the metric is depends on the problem: `value` and `adapted` are its figures under any
     name.
@@ -92,7 +92,7 @@ class RunResult:
         return float("nan") if found is None else found
 
     def time_to(self, target: float) -> float | None:
-        """Simulated seconds until the handed models' metric first is as good as `target`; None if
+        """Simulated seconds until the handed models' metric is first as good as `target`; None if
         never."""
         return time_to(self.history, self.metric, target)
 

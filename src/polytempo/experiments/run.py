@@ -60,9 +60,9 @@ def simulate(
 
     `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
     `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
-    With `resume`, the run that this folder holds, if any, goes on from its checkpoint, bit for bit
-    as if it had never stopped: call it as before, perhaps for more rounds. Data, strategy and
-    settings must be those of the checkpoint; what was left open is as it was.
+    With `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
+    it had never stopped: call it as before, optionally for more rounds. Data, strategy and
+    settings must be those of the checkpoint; settings left open are as they were.
     """
     chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
     for name in (*FEDERATION, *(() if out else ("events",))):
@@ -142,7 +142,7 @@ def resume(
     observer: Attach | None = None,
     federation: Federation | None = None,
 ) -> RunResult:
-    """Go on with the run of a folder from its checkpoint (perhaps for more rounds, or with another
+    """Resume the run in a folder from its checkpoint (optionally for more rounds, or with another
     number of workers)."""
     if not (folder / "config.toml").exists():
         raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
@@ -165,7 +165,7 @@ def resume(
 
 
 def _checkpoint(folder: Path) -> State | None:
-    """What a run has left in its folder, if it came so far."""
+    """The checkpoint that a run has left in its folder, if it got that far."""
     return load_state(folder / CHECKPOINT) if (folder / CHECKPOINT).exists() else None
 
 
@@ -314,7 +314,7 @@ def _arithmetic(config: RunConfig, federation: Federation, module: nn.Module) ->
 
 
 def _must_be_new(folder: Path) -> None:
-    """A folder that holds a run already is left alone."""
+    """A folder that already holds a run is left alone."""
     if holds_run(folder):
         raise PolytempoError(
             f"{folder} already holds a run; continue it with --resume {folder}, choose another "
@@ -323,7 +323,7 @@ def _must_be_new(folder: Path) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether there is a run in this folder that could be read or gone on with."""
+    """Whether there is a run in this folder that could be read or resumed."""
     try:
         return (folder / CHECKPOINT).exists() or (folder / "result.json").exists()
     except NotADirectoryError as error:
@@ -374,7 +374,7 @@ def drive(
 
 @contextmanager
 def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[Callable[[], None]]:
-    """events.jsonl, one event a line; what a lost session wrote after its checkpoint is cut off.
+    """events.jsonl, one event per line; what a lost session wrote after its checkpoint is cut off.
     Yields the function that brings it up to date on disk."""
     if not config.events:
         yield lambda: None

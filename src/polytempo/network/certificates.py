@@ -1,9 +1,9 @@
 """A test authority and the certificates of its peers, for mutual TLS.
 
-Whoever holds a certificate of the authority is admitted, so the folder is a secret: a peer needs
-its own two files and `ca.pem`, and nobody else needs `ca.key`. A public deployment takes an
-authority of its own; what its certificates must have is what these have: the address of the peer
-as a subject's alternative name, and both usages, server and client.
+Anyone with a certificate from the authority is admitted, so the folder is a secret: a peer needs
+its own two files and `ca.pem`, and never `ca.key`. A public deployment uses its own authority;
+its certificates need what these have: the address of the peer as a subject alternative name, and
+both usages, server and client.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Certificates:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer listens, and whom it calls first (any peer of the run, better several)."""
+    """Where a peer listens, and whom it contacts first (any peers of the run, ideally several)."""
 
     listen: Sequence[str]
     connect: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Address:
 
 
 def require_network() -> None:
-    """Say what is missing before anything is begun."""
+    """Say what is missing before anything starts."""
     for module in ("zenoh", "cryptography"):
         if importlib.util.find_spec(module) is None:
             raise PolytempoError(
@@ -54,7 +54,7 @@ def require_network() -> None:
 def open_session(address: Address, most_bytes: int = 2**30) -> zenoh.Session:
     """Listen, and call the seeds; those that do not answer yet are called again, forever.
 
-    No message is put together that has more than so many bytes.
+    Messages that would have more than this many bytes are not assembled.
     """
     require_network()
     import zenoh

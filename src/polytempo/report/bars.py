@@ -1,4 +1,4 @@
-"""Our figures beside published ones: bars, and accuracy against time."""
+"""Our figures next to published ones: bars, and accuracy against time."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from polytempo.report.canvas import INK, QUIET, bare, canvas
 
 Array = NDArray[Any]
 Change = tuple[int, float, int, int]  # round, time, client, cluster
-# Ten that can be told apart beside each other; what is beyond the ten largest clusters is grey.
+# Ten that can be told apart side by side; all but the ten largest clusters are grey.
 COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"),
     *("#d55e00", "#7f3c8d", "#f0e442", "#1f2328", "#a5673f"),

@@ -20,7 +20,7 @@ MODELS = ("dispatch", "upload", "multicast", "exchange")  # kinds of messages th
 
 
 def models_sent(messages: Mapping[str, Any]) -> int:
-    """All messages that carry a model, from counts by kind (kinds that do not occur may lack)."""
+    """All messages that carry a model, from counts by kind (kinds may be missing)."""
     return sum(int(messages.get(kind, 0)) for kind in MODELS)
 
 
@@ -79,7 +79,7 @@ def time_to(history: Sequence[Row], metric: MetricInfo, target: float) -> float 
 
 
 def convergence_time(history: Sequence[Row], metric: MetricInfo) -> float | None:
-    """When the run had got where it ended: the first time from which on the smoothed metric (mean
+    """When the run had reached its final level: the first time from which the smoothed metric (mean
     of the last 3 evaluations) stays near its final level: within 0.01 of a share, within 1% of
     anything else."""
     if len(history) <= LAST:

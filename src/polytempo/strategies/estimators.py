@@ -156,7 +156,7 @@ class Bases:
         self._bases = torch.empty(clients, 0, 0, dtype=torch.float64)
 
     def check(self, client: int, basis: Tensor) -> None:
-        """Refuse a basis that is none, or cannot be compared with the others."""
+        """Refuse what is not a basis, or cannot be compared with the others."""
         products = basis.double() @ basis.double().T  # a projection, if rows are rotated too
         if not bool((products @ products - products).abs().max() < 0.01):
             raise Refused(

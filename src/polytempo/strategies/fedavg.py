@@ -19,7 +19,7 @@ from polytempo.core.task import Task
 
 @STRATEGIES.register("fedavg")
 class FedAvg(Strategy):
-    """Synchronous averaging: a cohort trains the global model, its mean replaces it.
+    """Synchronous averaging: a cohort trains the global model, and their mean replaces it.
 
     `w <- sum_i |D_i| theta_i / sum_i |D_i|` over the cohort. A round lasts as long as its slowest
     client. A client whose update is lost is left out of the mean.

@@ -1,9 +1,9 @@
 """What is learned: a loss to train by, and metrics that can be merged over batches and clients.
 
-A mean of means is wrong as soon as batches or clients differ in size, and F1 or R2 are no means at
-all. So a problem turns each batch into *sums* (`Problem.sums`), sums are added up (`Score`), and
-only then does a `Metric` make a figure of them. How a federation was cut into batches, workers or
-clients changes nothing.
+A mean of means is wrong as soon as batches or clients differ in size, and F1 and R2 are not means
+at all. So a problem turns each batch into *sums* (`Problem.sums`), sums are added up (`Score`), and
+only then does a `Metric` make a figure of them. How a federation was divided into batches, workers
+or clients changes nothing.
 
     classification   scores [samples, classes]        labels [samples]
     multilabel       scores [samples, labels]         0 or 1 [samples, labels]
