@@ -146,7 +146,7 @@ def _least(given: int | None, usual: int, samples: int, clients: int) -> int:
 
 @PARTITIONS.register("iid")
 class IID(Options):
-    """Every client a random sample of the same size."""
+    """Every client gets a random sample of the same size."""
 
     def __call__(
         self, y: Array, clients: int, rng: np.random.Generator, users: Array | None = None

@@ -20,7 +20,7 @@ TOKENS = 2**17  # integers from here on are taken for features that were not con
 class Pool:
     """Samples with targets. `users`, `groups` and `test` say something about each sample.
 
-    outputs: how many numbers a model puts out, for each sample or token.
+    outputs: how many numbers a model outputs, per sample or token.
     problem: what the targets are for (see `targets`).
     """
 

@@ -69,7 +69,7 @@ def targets(given: Any, x: Features, who: str, problem: str, classes: int | None
 
 
 def number_of_outputs(y: Array, x: Features, who: str, problem: str, classes: int | None) -> int:
-    """How many numbers a model puts out, for each sample or token."""
+    """How many numbers a model outputs, per sample or token."""
     if problem == "classification":
         return number_of_classes(y, who, classes)
     if problem == "next-token":

@@ -80,7 +80,7 @@ class RunConfig(BaseModel):
         None, description="use only this many samples, drawn at random"
     )
     model: Spec = Field(
-        "auto", description="linear, mlp, lenet, cnn64, textcnn, resnet18, or module:factory"
+        "auto", description="linear, mlp, lenet, cnn64, textcnn, gru, resnet18, or module:factory"
     )
     problem: Spec | None = Field(
         None,
@@ -126,7 +126,8 @@ class RunConfig(BaseModel):
     devices: Spec = Field("two-speed", description=f"client speeds: {', '.join(DEVICES)}")
     network: Spec = Field("instant", description=f"network links: {', '.join(NETWORKS)}")
     dropout: Spec = Field(
-        "none", description=f"clients and messages that are lost: {', '.join(DROPOUTS)}"
+        "none",
+        description=f"who is available, and which updates are lost or late: {', '.join(DROPOUTS)}",
     )
     epochs: Annotated[int, Field(ge=1)] = Field(
         _TASK.epochs, description="local epochs per training"

@@ -32,8 +32,8 @@ def plot_clusters(
     path: str | Path,
     groups: Array | None = None,
 ) -> Path:
-    """One strip a client, in the colour of its cluster, from the first to the last update. Clients
-    are in order of their true groups, and there of the clusters where they end."""
+    """One strip per client, in the colour of its cluster, from the first to the last update.
+    Clients are ordered by true group, and within a group by their final cluster."""
     if not changes or rounds < 1:
         raise PolytempoError("no clusters to draw; run for more updates")
     grid = strips(changes, clients, rounds)
