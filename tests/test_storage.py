@@ -261,7 +261,9 @@ def test_a_missing_file_is_an_error_that_names_it(path):
 )
 def test_a_corrupt_file_is_an_error_that_names_it(path, content):
     path.write_bytes(content)
-    with pytest.raises(PolytempoError, match=r"state\.safetensors is no checkpoint") as error:
+    with pytest.raises(
+        PolytempoError, match=r"state\.safetensors is not a Polytempo checkpoint"
+    ) as error:
         load_state(path)
     assert "\n" not in str(error.value)
 
@@ -271,20 +273,20 @@ def test_a_truncated_file_is_an_error(path, kept):
     save_state(path, {"model": torch.randn(500), "round": 3})
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content))])
-    with pytest.raises(PolytempoError, match="is no checkpoint"):
+    with pytest.raises(PolytempoError, match="is not a Polytempo checkpoint"):
         load_state(path)
 
 
 @pytest.mark.parametrize("metadata", [None, {"other": "1"}, {"state": "{not json"}])
 def test_a_file_of_somebody_else_is_an_error(path, metadata):
     save_file({"weight": torch.ones(2)}, str(path), metadata=metadata)
-    with pytest.raises(PolytempoError, match="is no checkpoint"):
+    with pytest.raises(PolytempoError, match="is not a Polytempo checkpoint"):
         load_state(path)
 
 
 def test_a_checkpoint_whose_arrays_are_missing_is_an_error(path):
     save_file({"w": torch.ones(2)}, str(path), metadata={"state": '{"b": {"$array": "tensor"}}'})
-    with pytest.raises(PolytempoError, match="is no checkpoint"):
+    with pytest.raises(PolytempoError, match="is not a Polytempo checkpoint"):
         load_state(path)
 
 

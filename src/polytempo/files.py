@@ -1,8 +1,8 @@
 """Files that are there whole or not at all, and folders that belong to one process at a time.
 
-A file is written beside the one that it replaces, brought to the disk, and renamed; then the folder
-is brought to the disk too, without which a crash may undo the renaming. Whatever goes wrong, a full
-disk for one, the old file is as it was.
+A file is written next to the one that it replaces, synced to disk, and renamed; then the folder is
+synced too, since otherwise a crash may undo the renaming. Whatever goes wrong, such as a full disk,
+the old file is as it was.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise PolytempoError(
             f"{error.filename or path} could not be written: {error.strerror or error}; what was "
-            "saved before is intact: make room (or give the right to write), then resume"
+            "saved before is intact: free some space (or grant write permission), then resume"
         ) from error
 
 
@@ -57,7 +57,7 @@ def replace_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to disk."""
     if path.is_dir() and sys.platform == "win32":
         return  # where folders cannot be opened, and renaming is durable
     number = os.open(path, os.O_RDONLY)
@@ -85,7 +85,7 @@ class Appended:
             self._file.write(line.encode() + b"\n")
 
     def flush(self) -> None:
-        """Bring all lines to the disk."""
+        """Sync all lines to disk."""
         with writing(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -115,8 +115,8 @@ def _length(path: Path, lines: int) -> int:
                 if found == lines:
                     return file.tell()
     raise PolytempoError(
-        f"{path} holds {found} of the {lines} lines that were there at the checkpoint; put it "
-        "back, or start the run anew"
+        f"{path} holds {found} of the {lines} lines that it had at the checkpoint; restore it, "
+        "or start a new run"
     )
 
 
@@ -148,7 +148,7 @@ class Claim:
         while True:
             try:
                 number = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            except FileNotFoundError:  # whoever made the folder has just taken it away again
+            except FileNotFoundError:  # the process that made the folder has just removed it
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 continue
             try:

@@ -50,18 +50,18 @@ def load_state(path: str | os.PathLike[str]) -> State:
             arrays = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         state: State = _join(skeleton, arrays)
     except FileNotFoundError as error:
-        raise PolytempoError(f"there is no checkpoint {path}; start the run anew") from error
+        raise PolytempoError(f"there is no checkpoint {path}; start a new run") from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise PolytempoError(
-            f"{path} is no checkpoint of polytempo ({error}); delete it and start the run anew"
+            f"{path} is not a Polytempo checkpoint ({error}); delete it and start a new run"
         ) from error
     return state
 
 
 def mapped(folder: str | os.PathLike[str] | None = None) -> Allocator:
     """An allocator for `Storage`: each block is a temporary file in `folder` (None: the system's
-    folder for such files) that has no name and goes with the process. Room on the disk is taken at
-    once."""
+    folder for such files) that has no name and disappears with the process. Its disk space is
+    reserved at once."""
 
     def allocate(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         size = shape[0] * shape[1] * dtype.itemsize

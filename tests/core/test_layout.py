@@ -175,14 +175,14 @@ def test_a_module_without_parameters_is_an_error_that_names_it():
 
 def test_parameters_of_two_types_are_an_error():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(PolytempoError, match=r"one type.*torch\.float32"):
+    with pytest.raises(PolytempoError, match=r"the same type.*torch\.float32"):
         Layout(module)
 
 
 def test_a_shared_buffer_of_another_type_is_an_error_but_may_stay_at_home():
     module = nn.Linear(2, 2)
     module.register_buffer("statistic", torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(PolytempoError, match="one type"):
+    with pytest.raises(PolytempoError, match="the same type"):
         Layout(module, Parts(buffers="share"))
     assert Layout(module, Parts(buffers="reset")).size == 6
 

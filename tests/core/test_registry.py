@@ -347,8 +347,8 @@ def test_a_class_of_the_users_is_made_by_its_path_and_comes_back_by_it(own):
 def test_a_class_of_another_kind_is_refused_with_the_base_that_it_lacks(own):
     for other in (f"{own}:Plain", f"{own}:Plain:size=4", "math:sqrt"):
         message = error(STRATEGIES.create, other)
-        assert "is no strategy" in message and "polytempo.core.strategy:Strategy" in message
-    assert "is no device model" in error(DEVICES.create, f"{own}:Mine")
+        assert "invalid strategy" in message and "polytempo.core.strategy:Strategy" in message
+    assert "invalid device model" in error(DEVICES.create, f"{own}:Mine")
 
 
 def test_where_no_base_is_asked_for_a_plain_class_works_and_its_mistakes_are_named(own):

@@ -153,7 +153,7 @@ BAD = [
     ([(np.zeros(2), [0, 1])], r"reshape\(-1, 1\)"),
     ([(np.zeros((2, 2)), [0, 1]), (np.zeros((2, 3)), [0, 1])], r"client 1: .*\(3,\).*client 0"),
     ([(np.zeros((2, 2)), [0, 1]), (np.zeros((2, 2), int), [0, 1])], "client 1: samples are int64"),
-    ([(np.array([[-1, 2]]), [0])], "no table of tokens"),
+    ([(np.array([[-1, 2]]), [0])], "not a table of tokens"),
     ([(np.zeros((2, 2), complex), [0, 1])], "complex128"),
     ([([[1.0], [1.0, 2.0]], [0, 1])], "not of one shape"),
     ([(np.zeros((2, 2)), [0, 1], np.zeros((1, 2)))], "got 3 things"),

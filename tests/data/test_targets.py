@@ -109,7 +109,7 @@ def bad(problem: str | None, x, y, message: str, **options):
 @pytest.mark.parametrize(
     ("problem", "x", "y", "options", "message"),
     [
-        bad("regresion", X, NUMBERS, "no problem of data is called 'regresion'.*'regression'"),
+        bad("regresion", X, NUMBERS, "unknown problem 'regresion'.*'regression'"),
         bad(
             None, X, PRESENT + 1, r"y has shape \(40, 4\), expected \(40,\).* say problem=multilab"
         ),
@@ -125,7 +125,7 @@ def bad(problem: str | None, x, y, message: str, **options):
         bad(None, X, [0.5, np.nan] * (N // 2), "y holds 20 values .* the first in sample 1"),
         bad(None, X, [1.0, np.nan] * (N // 2), "labels must be whole numbers"),
         bad("regression", X, [[0.5], [0.5, 1]] * (N // 2), "y has type object, but regression"),
-        bad(None, X, [[0.5], [0.5, 1]] * (N // 2), r"got type object with \[0.5\] first"),
+        bad(None, X, [[0.5], [0.5, 1]] * (N // 2), r"got type object starting with \[0.5\]"),
         bad("regression", X, ["a"] * N, "y has type <U1, but regression needs numbers"),
         bad("next-token", X, FOLLOWING, r"X to be integer tokens .*, got float32"),
         bad("next-token", ["to be or not"] * N, FOLLOWING, "got text; number the words"),
@@ -212,7 +212,7 @@ def test_labels_are_counted_only_where_there_are_some() -> None:
     assert counts.shape == (4, 4) and counts.sum(axis=0).tolist() == PRESENT.sum(axis=0).tolist()
     fed = Federation.from_pool(X, NUMBERS, clients=4)
     assert not fed.labelled and fed.outputs == 2
-    with pytest.raises(PolytempoError, match="own is for regression, and has no labels to count"):
+    with pytest.raises(PolytempoError, match="own is for regression and has no labels to count"):
         fed.label_counts()
     with pytest.raises(PolytempoError, match="own has no labels: it is for regression, with 2 out"):
         _ = fed.classes

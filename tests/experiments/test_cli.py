@@ -216,7 +216,7 @@ def test_data_without_labels_is_told_but_not_drawn(polytempo, tmp_path):
     assert not {"classes", "labels_per_client"} & set(found)
     assert "labels" not in polytempo("data", "--data", "diabetes", "--clients", 4).out
     error = polytempo("data", "--data", "diabetes", "-o", tmp_path / "labels.png").error
-    assert "diabetes is for regression, and has no labels to count" in error
+    assert "diabetes is for regression and has no labels to count" in error
 
 
 def test_data_draws_the_labels_of_each_client(polytempo, tmp_path):

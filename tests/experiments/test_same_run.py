@@ -73,7 +73,7 @@ def test_of_two_runs_that_begin_at_once_one_is_carried_out(tmp_path):
     codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2], said
     refused = " ".join(said[codes.index(2)].split())
-    assert re.search(r"/run (is being written by another run|holds a run already)", refused)
+    assert re.search(r"/run (is being written by another run|already holds a run)", refused)
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["n"] for line in events] == list(range(len(events)))
 
@@ -140,11 +140,11 @@ def halved(polytempo, interrupt, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("lr", "0.02", "lr = 0.01, now it is 0.02"),
+        ("lr", "0.02", "lr = 0.01, but now it is 0.02"),
         ("strategy", '"fedavg"', "strategy = "),
-        ("seed", "1", "seed = 0, now it is 1"),
-        ("adapt_epochs", "2", "adapt_epochs = 1, now it is 2"),
-        ("limit", "", "limit = 120, now it is None"),
+        ("seed", "1", "seed = 0, but now it is 1"),
+        ("adapt_epochs", "2", "adapt_epochs = 1, but now it is 2"),
+        ("limit", "", "limit = 120, but now it is None"),
     ],
 )
 def test_a_setting_that_was_edited_is_named(polytempo, halved, name, value, words):
@@ -206,7 +206,7 @@ def test_a_comparison_that_is_there_is_read_without_building_a_simulator(
     monkeypatch.setattr(run_module, "make_simulator", build)
     assert polytempo(*arguments).code == 0
     said = polytempo(*arguments, "--slots", 5).error
-    assert "slots = 4, now it is 5" in said
+    assert "slots = 4, but now it is 5" in said
     assert "make_simulator" not in vars(compare_module)
 
 
@@ -255,7 +255,7 @@ def test_a_run_from_python_resumes_bit_by_bit(tmp_path, strategy):
         patch.setattr(run_module, "drive", lambda *given: drive(*given[:3], interrupt))
         half = pt.simulate(given(), strategy=local(strategy), out=stopped, **settings)
     assert not half.summary["complete"]
-    with pytest.raises(PolytempoError, match="holds a run already"):
+    with pytest.raises(PolytempoError, match="already holds a run"):
         pt.simulate(given(), strategy=local(strategy), out=stopped, **settings)
     again = pt.simulate(given(), strategy=local(strategy), out=stopped, resume=True, **settings)
     assert again.summary["complete"]
@@ -283,9 +283,9 @@ def test_from_python_other_data_and_other_settings_are_noticed(tmp_path):
     settings = {"model": "linear", "strategy": "fedasync", "rounds": 20, "out": tmp_path / "run"}
     pt.simulate(given(), **settings)
     settings |= {"rounds": 40, "resume": True}
-    with pytest.raises(PolytempoError, match="other data"):
+    with pytest.raises(PolytempoError, match="data other than"):
         pt.simulate(given(shift=1.0), **settings)
-    with pytest.raises(PolytempoError, match=r"'momentum': 0\.9}, now it is .*0\.5}"):
+    with pytest.raises(PolytempoError, match=r"'momentum': 0\.9}, but now it is .*0\.5}"):
         pt.simulate(given(), momentum=0.5, **settings)
     with pytest.raises(PolytempoError, match="strategy = "):
         pt.simulate(given(), **{**settings, "strategy": "fedavg"})

@@ -62,7 +62,7 @@ def test_a_folder_keeps_its_authority_and_its_certificates(tmp_path):
     assert (tmp_path / "ca.pem").read_bytes() == before
     bob = x509.load_pem_x509_certificate((tmp_path / "bob.pem").read_bytes())
     bob.verify_directly_issued_by(x509.load_pem_x509_certificate(before))
-    with pytest.raises(PolytempoError, match=r"certificate of 'ann' already"):
+    with pytest.raises(PolytempoError, match=r"already holds a certificate of 'ann'"):
         make_certificates(tmp_path, {"carl": LOCAL, "ann": LOCAL})
     assert not (tmp_path / "carl.pem").exists()
 
@@ -70,7 +70,7 @@ def test_a_folder_keeps_its_authority_and_its_certificates(tmp_path):
 def test_a_foreign_authority_in_the_folder_is_said(tmp_path):
     (tmp_path / "ca.pem").write_text("nonsense")
     (tmp_path / "ca.key").write_text("nonsense")
-    with pytest.raises(PolytempoError, match=r"authority .* cannot be read"):
+    with pytest.raises(PolytempoError, match=r"CA in .* cannot be read"):
         make_certificates(tmp_path, {"ann": LOCAL})
 
 

@@ -37,7 +37,7 @@ def test_certs_writes_an_authority_and_a_certificate_for_each(tmp_path):
     assert names == {f"{who}.{kind}" for who in ("ca", "ann", "bob") for kind in ("pem", "key")}
     assert "already" in error("certs", "--out", tmp_path, "--names", "bob")
     assert "at least one peer" in error("certs", "--out", tmp_path, "--names", ",")
-    assert "is no name" in error("certs", "--out", tmp_path, "--names", "a/b")
+    assert "invalid peer name" in error("certs", "--out", tmp_path, "--names", "a/b")
 
 
 def test_one_peer_alone_reaches_its_target_and_goes_on_for_more(tmp_path):
@@ -82,7 +82,7 @@ def test_mistakes_are_said_with_their_remedy(tmp_path):
     assert "need the strategy p2p, not pace" in error(*peer(tmp_path, "--strategy", "pace"))
     assert "--ca, --cert and --key" in error(*peer(tmp_path, "--ca", tmp_path / "ca.pem"))
     assert "--client" in error(*peer(tmp_path, name="ann"))
-    assert "is no name" in error(*peer(tmp_path, name="a/b"))
+    assert "invalid peer name" in error(*peer(tmp_path, name="a/b"))
     assert "from 0 to 1" in error(*peer(tmp_path, "--client", 2))
     assert "tcp/HOST:PORT" in error(*peer(tmp_path, listen="7447"))
     with socket.socket() as taken:
@@ -135,14 +135,14 @@ def test_a_group_learns_and_leaves_a_summary(tmp_path):
         assert '"event": "alone"' not in (tmp_path / "two" / name / "events.jsonl").read_text()
     assert summary["fusions"] > 0
     assert (tmp_path / "two" / "peers.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "holds a run already" in error("peers", "--out", tmp_path / "two", "--local", 2)
+    assert "already holds a run" in error("peers", "--out", tmp_path / "two", "--local", 2)
 
 
 def test_a_group_takes_over_no_peer_of_another(tmp_path):
     (tmp_path / "peer-1").mkdir()
     (tmp_path / "peer-1" / "incarnation.json").write_text("{}")
     said = error("peers", "--out", tmp_path, "--local", 2)
-    assert "peer-1 holds a peer already (incarnation.json)" in said and "--out" in said
+    assert "peer-1 already holds a peer (incarnation.json)" in said and "--out" in said
 
 
 def test_only_loopback_addresses_are_safe_without_certificates():
@@ -154,7 +154,7 @@ def test_people_are_told_what_matters():
     said = {"peer": "a", "iteration": 7, "event": "fused", "partner": ["bob", 1]}
     assert in_words(said) == "iteration 7: fused with bob"
     late = in_words({**said, "event": "discarded"})
-    assert late == "iteration 7: a model of bob came too late to train on"
+    assert late == "iteration 7: a model from bob came too late to use"
     assert in_words({**said, "event": "phase", "phase": "Idle"}) is None
     board = Board()
     board.note({**said, "event": "started", "target": 9})

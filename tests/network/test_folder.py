@@ -90,7 +90,7 @@ def test_the_folder_of_another_peer_is_left_alone(tmp_path):
     with pytest.raises(PolytempoError, match="folder of peer 'ann', not of 'bob'"):
         Folder(tmp_path, "bob")
     (tmp_path / "incarnation.json").write_text("{")
-    with pytest.raises(PolytempoError, match="not what a peer wrote"):
+    with pytest.raises(PolytempoError, match="not written by a peer"):
         Folder(tmp_path, "ann")
     (tmp_path / "file").write_text("")
     with pytest.raises(PolytempoError, match="choose another --out"):

@@ -117,7 +117,7 @@ def test_other_keys_are_refused(key):
 
 @pytest.mark.parametrize("name", ["", "a/b", "*", "-a", "a b", "é", "a" * 65, "a\n"])
 def test_names_must_fit_into_keys(name):
-    with pytest.raises(PolytempoError, match="is no name"):
+    with pytest.raises(PolytempoError, match="invalid peer name"):
         check_name("peer", name)
 
 

@@ -203,5 +203,5 @@ def test_a_later_incarnation_resumes_what_was_learnt_and_nothing_that_was_said()
     second.load_lasting_state(first.lasting_state())
     assert second.counts == first.counts and second.learner.iteration == 10
     assert isinstance(first.phase, Pending) and second.phase == Idle() and second.inbox == []
-    with pytest.raises(PolytempoError, match="a later incarnation begins anew"):
+    with pytest.raises(PolytempoError, match="a later incarnation starts afresh"):
         second.load_state_dict(first.state_dict())

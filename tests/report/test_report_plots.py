@@ -374,5 +374,5 @@ def test_likeness_is_drawn_a_few_times(tmp_path, count):
     width, height = size(plot_similarity(kept, tmp_path / "similarity.png", groups))
     assert 200 < height < width < 1500
     assert size(plot_similarity(kept, tmp_path / "plain.png")) == (width, height)
-    with pytest.raises(PolytempoError, match="no likeness to draw"):
+    with pytest.raises(PolytempoError, match="no similarities to draw"):
         plot_similarity([], tmp_path / "none.png")

@@ -119,7 +119,7 @@ def test_an_extension_goes_on_from_a_checkpoint(small, tmp_path):
 
 
 def test_names_are_unique(small):
-    with pytest.raises(PolytempoError, match=r"an extension 'diary' already"):
+    with pytest.raises(PolytempoError, match=r"already has an extension 'diary'"):
         world(small, Diary(), Diary())
 
 

@@ -316,7 +316,7 @@ def test_fusions_are_scored_on_request_and_change_nothing(small):
 
 
 def test_departures_by_version_need_a_server(small):
-    with pytest.raises(PolytempoError, match=r"p2p has no server; say when with at"):
+    with pytest.raises(PolytempoError, match=r"p2p has no server; use at"):
         simulation(small, dropout=Leave(version=3))
 
 

@@ -165,8 +165,8 @@ BAD = {
     "flat": ({"basis": torch.eye(3, 6).flatten()}, r"'basis' of shape \[18\]"),
     "NaN": ({"basis": GOOD * torch.nan}, "3 rows of finite numbers"),
     "infinite": ({"basis": GOOD + torch.inf}, "3 rows of finite numbers"),
-    "of another model": ({"basis": torch.eye(3, 5)}, r"\[3, 5\], the others \[3, 6\]"),
-    "no basis": ({"basis": 3 * GOOD}, "not orthonormal"),
+    "of another model": ({"basis": torch.eye(3, 5)}, r"\[3, 5\], others \[3, 6\]"),
+    "no basis": ({"basis": 3 * GOOD}, "neither orthonormal nor zero"),
 }
 
 

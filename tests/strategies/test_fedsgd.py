@@ -49,7 +49,9 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedsgd"])
 @pytest.mark.parametrize("option", ["milestones=[3,5]", "gamma=0.5"])
 def test_options_that_became_a_setting_name_it(name, option):
-    with pytest.raises(PolytempoError, match=f"{name} has no option '{option[:5]}.*--lr-schedule"):
+    with pytest.raises(
+        PolytempoError, match=f"{name} no longer has the option '{option[:5]}.*--lr-schedule"
+    ):
         STRATEGIES.create(f"{name}:{option}")
 
 

@@ -299,7 +299,7 @@ def test_values_that_are_neither_per_sample_nor_one_are_refused():
 def test_a_model_of_the_wrong_size_is_named_instead_of_broadcast(name):
     _, y = batch(name, 4)
     wrong = torch.zeros(4, 1) if name == "multilabel" else torch.zeros(4, 4)
-    with pytest.raises(PolytempoError, match=f"{name}: the model puts out"):
+    with pytest.raises(PolytempoError, match=f"{name}: the model outputs"):
         PROBLEMS.create(name).loss(wrong, y)
 
 

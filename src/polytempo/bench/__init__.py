@@ -1,4 +1,4 @@
-"""How fast are we? Measured in one run beside a plain torch loop and the machine's limits."""
+"""How fast are we? Measured in one run, against a plain torch loop and the machine's limits."""
 
 from polytempo.bench.suite import PARTS, run_bench
 

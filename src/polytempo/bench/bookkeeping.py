@@ -1,4 +1,4 @@
-"""What the server spends on an arrival beside training, as clients and slots grow.
+"""What the server spends per arrival, apart from training, as clients and slots grow.
 
 A `Server` is driven directly with ready-made updates, by a strategy that does next to nothing
 (FedAsync, a linear model), in a process of its own: what is left are the counters, the open

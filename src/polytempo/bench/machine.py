@@ -34,7 +34,7 @@ def gemm_gflops(size: int = 1024) -> float:
 
 
 def reading(numbers: int, most: int = 2**28) -> float:
-    """Seconds to read so many float32 once; above `most`, in proportion."""
+    """Seconds to read this many float32 numbers once; above `most`, in proportion."""
     size = min(numbers, most)
     block, vector = torch.ones(size // 4096 + 1, 4096), torch.ones(4096)
     return repeat(lambda: torch.mv(block, vector), 7) * numbers / block.numel()

@@ -1,4 +1,4 @@
-"""The yardstick: asynchronous PACE as one writes it by hand in plain torch, in one process; and
+"""The baseline: asynchronous PACE as one would write it in plain torch, in one process; and
 FedAsync, whose server has next to nothing to do.
 
 A DataLoader, an optimiser, autograd; the server's arithmetic by rows. Nothing here is slow on

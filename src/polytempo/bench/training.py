@@ -1,4 +1,4 @@
-"""Wall time of an update, end to end: training, server and evaluation, beside a plain loop."""
+"""Wall time of an update, end to end: training, server and evaluation, against a plain loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def measure_training(
     repeats: int = 3,
     arrivals: int | None = None,
 ) -> dict[str, Any]:
-    """Take turns: so many updates by us, the same clients by the plain loop, and again.
+    """Take turns: a number of updates by us, the same clients by the plain loop, and again.
 
     Both evaluate all clients at the end of a turn. Figures are medians over the turns.
     """

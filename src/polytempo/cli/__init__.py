@@ -1,4 +1,4 @@
-"""The command `polytempo`. It only talks to people: all the work is done in the layers below.
+"""The command `polytempo`. It only talks to the user: the work is done in the layers below.
 
 Nothing heavy is imported here: a command's module is loaded when the command is called
 (`polytempo.cli.commands`), so that `polytempo --help` answers at once.
@@ -45,7 +45,7 @@ def options_of_all(
 
 
 def main() -> None:
-    """Entry point: a mistake of the user's is one line, not a traceback."""
+    """Entry point: a user's mistake becomes a one-line message, not a traceback."""
     sys.path.insert(0, "")  # so that module:Class finds the user's module in this folder
     try:
         code = app(standalone_mode=False)

@@ -1,4 +1,4 @@
-"""`polytempo bench`: speed, measured."""
+"""`polytempo bench`: measure speed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def bench_command(
     ] = None,
     *,
     workers: Annotated[int | None, typer.Option(help="Worker processes \\[processors].")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns; figures are their medians.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 5,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer updates, smaller sizes: rougher.", metavar="")
+        bool, typer.Option("--quick", help="Fewer updates, smaller sizes: less exact.", metavar="")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure speed against a plain torch loop, in turns with it, and the machine's own limits.
+    """Measure speed, alternating with a plain torch loop, and against the machine's limits.
 
     Example: polytempo bench lenet mlp --repeats 3 --out bench.json
 
-    All of it takes about an hour; --quick about five minutes. Close other programs first.
+    Everything takes about an hour; --quick about five minutes. Close other programs first.
     """
-    # Here, for `polytempo bench --help` needs none of it.
+    # Imported here, since `polytempo bench --help` needs none of it.
     from polytempo.bench import PARTS, run_bench
     from polytempo.training.executors.processes import cores
 
@@ -74,7 +74,7 @@ def _show_bench(found: dict[str, Any]) -> None:
 
 
 def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
-    """The tables of a benchmark, those of parts that were not measured being empty."""
+    """The tables of a benchmark; parts that were not measured have empty ones."""
     rows = [
         {
             "one update": f"{row['case']}, {row['strategy']}",
@@ -99,7 +99,7 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
     bookkeeping = [
         {
             "bookkeeping of the server": f"{row['clients']:,} clients, {row['slots']:,} slots",
-            "an arrival": f"{row['arrival_us']:,.0f} us",
+            "per arrival": f"{row['arrival_us']:,.0f} us",
             "slowest 200": f"{row['slowest_us']:,.0f} us",
             "memory": f"{row['peak_mb']:,.0f} MB",
         }

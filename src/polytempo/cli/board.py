@@ -1,4 +1,4 @@
-"""What a person is told of peers: events in words, and tables of where everybody is."""
+"""What the user sees of peers: events in words, and tables of their progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polytempo.core.metric import MetricInfo
 
 
 def in_words(event: dict[str, Any]) -> str | None:
-    """What a person wants to know of an event, if anything."""
+    """The event as a line of text, if it is of interest to the user."""
     match event["event"]:
         case "evaluated":
             metric = MetricInfo(**event["metric"])
@@ -25,18 +25,18 @@ def in_words(event: dict[str, Any]) -> str | None:
             return f"iteration {event['iteration']}: fused with {event['partner'][0]}"
         case "discarded":
             partner = event["partner"][0]
-            return f"iteration {event['iteration']}: a model of {partner} came too late to train on"
+            return f"iteration {event['iteration']}: a model from {partner} came too late to use"
         case "joined" | "left" as what:
             return f"{event['who'][0]} {what}"
         case "alone":
-            return f"begins with {event['others']} of {event['expected']} others"
+            return f"starts with {event['others']} of {event['expected']} other peers"
         case "refused":
             return f"refused: {event['why']}"
     return None
 
 
 class Board:
-    """Where all peers of a group are, for a table that is drawn again and again."""
+    """The progress of all peers of a group, as a table that is redrawn continually."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class Board:
 
 
 def show_peers(peers: list[dict[str, Any]]) -> None:
-    """What became of each; all were judged by the same metric."""
+    """The outcome of each; all are judged by the same metric."""
     if not peers:
         return
     metric = MetricInfo(**peers[0]["metric"])

@@ -15,16 +15,16 @@ from polytempo.network.session import require_network
 
 def certs_command(
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write: keep it secret.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder: keep it secret.")],
     names: Annotated[
         str, typer.Option(help="Peers: ann,bob, or with an address: ann=10.0.0.1,bob=10.0.0.2")
     ],
 ) -> None:
-    """Make a test authority and a certificate for each peer, for mutual TLS.
+    """Create a test CA and a certificate per peer, for mutual TLS.
 
     Example: polytempo certs --out certificates --names ann,bob=192.168.1.7
 
-    Without an address a certificate is for this machine (127.0.0.1, ::1, localhost).
+    Without an address, a certificate is valid for this machine (127.0.0.1, ::1, localhost).
     """
     require_network()
     from polytempo.network.certificates import LOCAL, make_certificates
@@ -35,6 +35,6 @@ def certs_command(
         name, _, where = part.partition("=")
         peers.setdefault(check_name("peer", name), []).extend([where] if where else LOCAL)
     if not peers or "ca" in peers:
-        raise PolytempoError(f"--names {names!r}: name at least one peer, and none of them 'ca'")
+        raise PolytempoError(f"--names {names!r}: give at least one peer, and call none 'ca'")
     for file in make_certificates(out.expanduser(), peers):
         output.print(escape(str(file)), highlight=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """All commands by name, without loading them: each is imported when it is called.
 
-A command NAME is the function `NAME_command` of its module. The help line is the first of that
-function's docstring, written here too so that the list of commands needs no import; a test compares
+A command NAME is the function `NAME_command` of its module. Its help line is the first line of that
+function's docstring, repeated here so that listing the commands imports nothing; a test compares
 the two.
 """
 
@@ -26,21 +26,17 @@ COMMANDS = {
         "compare", "Run several strategies on the same federation, devices and seeds."
     ),
     "reproduce": Entry(
-        "reproduce", "Run a paper's table or figure again, and show its figures beside ours."
+        "reproduce", "Rerun a paper's table or figure, and show its numbers next to ours."
     ),
     "strategies": Entry("strategies", "List the strategies with their papers and options."),
-    "data": Entry("data", "List the data sets, or show how one is spread over clients."),
+    "data": Entry("data", "List the data sets, or show how one is divided among clients."),
     "bench": Entry(
         "bench",
-        "Measure speed against a plain torch loop, in turns with it, and the machine's own limits.",
+        "Measure speed, alternating with a plain torch loop, and against the machine's limits.",
     ),
-    "peer": Entry("peers", "Take part in a run among peers, on a real network, without a server."),
-    "peers": Entry(
-        "peers", "Let a group of peers learn together on this machine, over real connections."
-    ),
-    "certs": Entry(
-        "certs", "Make a test authority and a certificate for each peer, for mutual TLS."
-    ),
+    "peer": Entry("peers", "Join a serverless run among peers, on a real network."),
+    "peers": Entry("peers", "Run a group of peers on this machine, over real network connections."),
+    "certs": Entry("certs", "Create a test CA and a certificate per peer, for mutual TLS."),
 }
 
 
@@ -55,8 +51,8 @@ def load(name: str) -> TyperCommand:
 
 
 class Unloaded(TyperCommand):
-    """Name and help line of a command. The first thing that a call does is to make a context, in
-    which the real command takes over."""
+    """Name and help line of a command. A call first makes a context; there the real command takes
+    over."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any

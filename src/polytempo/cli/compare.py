@@ -25,9 +25,9 @@ def compare_command(
     *,
     config: Config = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder to write; what is in it is not run again.")
+        Path, typer.Option("--out", "-o", help="Output folder; finished runs in it are reused.")
     ] = Path("runs/compare"),
-    seeds: Annotated[int, typer.Option(help="How many seeds, from --first-seed on.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Number of seeds, counting from --first-seed.")] = 1,
     first_seed: Annotated[int | None, typer.Option(help="The first seed \\[0].")] = None,
     target: Annotated[
         str | None,
@@ -43,7 +43,7 @@ def compare_command(
 
     Example: polytempo compare pace fedavg fedasync standalone --seeds 3 --out runs/mine
 
-    Calling it again goes on where it was interrupted.
+    Run the same command again to continue an interrupted comparison.
     """
     if seeds < 1:
         raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
@@ -67,7 +67,7 @@ def compare_command(
         output.print(f"handed, best, adapted, worst 10%: {metric.label}, {metric.direction}")
         output.print(f"plots and report: [bold]{escape(str(out))}/report.html[/]")
     if not comparison.complete:
-        interrupted("the same command again")
+        interrupted("run the same command again")
     for failure in comparison.failed.values():
         complain(failure)
     if comparison.failed:

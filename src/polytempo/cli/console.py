@@ -1,4 +1,4 @@
-"""Where the command speaks: results on standard output, all else on standard error."""
+"""Where the command writes: results to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 output = Console()
 notes = Console(stderr=True)
-_WIDE = 1000  # characters of a line that is not on a terminal
+_WIDE = 1000  # characters per line where the output is not a terminal
 
 
 def complain(what: str) -> None:
@@ -21,13 +21,13 @@ def complain(what: str) -> None:
 
 
 def interrupted(how: str) -> NoReturn:
-    """End the command after Ctrl-C, and say how to go on."""
-    notes.print(f"[yellow]interrupted[/]; to go on: [bold]{escape(how)}[/]")
+    """End the command after Ctrl-C, and say how to continue."""
+    notes.print(f"[yellow]interrupted[/]; to continue: [bold]{escape(how)}[/]")
     raise typer.Exit(130)
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """Columns with nothing in them are left out; in a file, lines are as long as need be."""
+    """Empty columns are omitted; in a file, lines are as long as they need to be."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     first, *others = rows[0]
     others = [column for column in others if any(row[column] not in ("-", "") for row in rows)]

@@ -1,4 +1,4 @@
-"""`polytempo data`: the list of data sets, and how one is spread over clients."""
+"""`polytempo data`: the list of data sets, and how one is divided among clients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def data_command(
     *,
     config: Config = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="PNG to draw the label distribution in.")
+        Path | None, typer.Option("--out", "-o", help="PNG file for a plot of the labels.")
     ] = None,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
-    """List the data sets, or show how one is spread over clients.
+    """List the data sets, or show how one is divided among clients.
 
     Example: polytempo data --data digits --clients 20 --partition dirichlet:alpha=0.1 -o labels.png
     """
@@ -63,7 +63,7 @@ def data_command(
             line = f"{key.replace('_', ' '):>18}  {escape(str(value))}"
             output.print(line, highlight=False, soft_wrap=True)
         if out is None and federation.labelled:
-            output.print("[dim]add --out labels.png for a picture of the labels per client[/]")
+            output.print("[dim]add --out labels.png for a plot of the labels per client[/]")
 
 
 def _list_data(data_dir: str | None, as_json: bool) -> None:
@@ -83,6 +83,6 @@ def _list_data(data_dir: str | None, as_json: bool) -> None:
     output.print(table)
     output.print(
         "Files are looked for in the folder named by --data-dir or POLYTEMPO_DATA.\n"
-        "Also: the path of an .npz or of a folder with one .npz a client, and hub:owner/name\n"
-        'of the Hugging Face hub (pip install "polytempo\\[hub]").'
+        "Also: the path of an .npz file, of a folder with one .npz file per client, or\n"
+        'hub:owner/name for the Hugging Face hub (pip install "polytempo\\[hub]").'
     )

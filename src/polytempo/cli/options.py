@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON for machines, nothing else.", metavar="")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", metavar="")]
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file with settings; options win.")
+    Path | None, typer.Option("--config", "-c", help="TOML file of settings; options override it.")
 ]

@@ -25,33 +25,33 @@ from polytempo.network.session import Address, Certificates, require_network
 P2POptions = Annotated[
     str | None,
     typer.Option(
-        help="p2p with its options, such as p2p:target=500,decision=always; see "
+        help="p2p and its options, such as p2p:target=500,decision=always; see "
         "`polytempo strategies` \\[p2p]."
     ),
 ]
-Save = Annotated[int, typer.Option(min=1, help="Save the peer's state after so many local rounds.")]
+Save = Annotated[int, typer.Option(min=1, help="Save the peer's state every N local rounds.")]
 Pause = Annotated[
-    float, typer.Option(min=0, help="Seconds of rest after each local round: a slower machine.")
+    float, typer.Option(min=0, help="Seconds to sleep after each local round: a slower machine.")
 ]
 ExchangeTimeout = Annotated[
-    float, typer.Option(min=0.1, help="Seconds for a model each way: more on a slow line.")
+    float, typer.Option(min=0.1, help="Seconds to send a model each way: raise on a slow link.")
 ]
 
 
 @with_settings(*PEER_SETTINGS)
 def peer_command(
     *,
-    id: Annotated[str, typer.Option("--id", help="Name of this peer, its own in the run.")],
+    id: Annotated[str, typer.Option("--id", help="Name of this peer, unique in the run.")],
     listen: Annotated[
         list[str], typer.Option(help="Address to listen on: tcp/HOST:PORT, or tls/HOST:PORT.")
     ],
     connect: Annotated[
         list[str] | None,
-        typer.Option(help="Address of another peer to call first; better name several."),
+        typer.Option(help="Address of another peer to contact first; preferably several."),
     ] = None,
     client: Annotated[
         int | None,
-        typer.Option(help="Whose data it has \\[the number that its name ends with]."),
+        typer.Option(help="Client whose data it holds \\[the number its name ends with]."),
     ] = None,
     run: Annotated[str, typer.Option("--run", help="Name of the run.")] = "polytempo",
     strategy: P2POptions = None,
@@ -59,16 +59,16 @@ def peer_command(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Folder; one with a state is gone on with \\[runs/peers/ID]."
+            "--out", "-o", help="Folder; resumes if it holds saved state \\[runs/peers/ID]."
         ),
     ] = None,
-    ca: Annotated[Path | None, typer.Option(help="PEM: the authority that admits.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM: the CA that peers trust.")] = None,
     cert: Annotated[Path | None, typer.Option(help="PEM: this peer's certificate.")] = None,
     key: Annotated[Path | None, typer.Option(help="PEM: its private key.")] = None,
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait/--no-wait", help="Begin when all peers are there (half a minute at most)."
+            "--wait/--no-wait", help="Start once all peers are there (waits 30 s at most)."
         ),
     ] = False,
     save_every: Save = SAVE_ROUNDS,
@@ -77,12 +77,12 @@ def peer_command(
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
-    """Take part in a run among peers, on a real network, without a server.
+    """Join a serverless run among peers, on a real network.
 
     Example: polytempo peer --id peer-1 --listen tcp/127.0.0.1:7448
     --connect tcp/127.0.0.1:7447 --clients 2 --strategy p2p:target=500
 
-    All peers are given the same settings. Ctrl-C ends it orderly; the same command goes on.
+    Give all peers the same settings. Ctrl-C shuts down cleanly; the same command resumes.
     """
     require_network()
     files = [file for file in (ca, cert, key) if file is not None]
@@ -91,7 +91,7 @@ def peer_command(
     certificates = Certificates(*files) if files else None
     if certificates is None and not all(map(is_local, listen)):
         notes.print(
-            "[yellow]no certificates[/]: whoever reaches this address can take part, and read "
+            "[yellow]no certificates[/]: anyone who can reach this address can take part, and read "
             "the models; see `polytempo certs`"
         )
 
@@ -126,12 +126,12 @@ def peer_command(
 @with_settings(*(name for name in PEER_SETTINGS if name != "clients"))
 def peers_command(
     *,
-    local: Annotated[int, typer.Option(min=2, help="How many peers, a process each.")] = 5,
+    local: Annotated[int, typer.Option(min=2, help="Number of peers, one process each.")] = 5,
     strategy: P2POptions = None,
     config: Config = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")] = Path("runs/group"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder.")] = Path("runs/group"),
     tls: Annotated[
-        bool, typer.Option("--tls", help="With mutual TLS and test certificates.", metavar="")
+        bool, typer.Option("--tls", help="Use mutual TLS with test certificates.", metavar="")
     ] = False,
     save_every: Save = SAVE_ROUNDS,
     pause: Pause = 0.0,
@@ -139,7 +139,7 @@ def peers_command(
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
-    """Let a group of peers learn together on this machine, over real connections.
+    """Run a group of peers on this machine, over real network connections.
 
     Example: polytempo peers --local 5 --data digits --strategy p2p:target=500 --out runs/five
     """
@@ -194,5 +194,5 @@ def _settings(config: Path | None, strategy: str | None, settings: dict[str, Any
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether nobody but this machine can reach the address."""
+    """Whether only this machine can reach the address."""
     return endpoint.partition("/")[2].rpartition(":")[0] in ("127.0.0.1", "[::1]", "localhost")

@@ -1,4 +1,4 @@
-"""`polytempo reproduce`: a paper's table or figure again."""
+"""`polytempo reproduce`: rerun a paper's table or figure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from polytempo.experiments.reproduce import Place, asides, carry_out, collect, l
 @with_settings("data_dir", "workers")
 def reproduce_command(
     experiment: Annotated[
-        str | None, typer.Argument(help="Table or figure, such as pace/table2 \\[list them].")
+        str | None, typer.Argument(help="Table or figure, such as pace/table2 \\[omit it to list].")
     ] = None,
     *,
     dataset: Annotated[str | None, typer.Option(help="One data set \\[all].")] = None,
@@ -43,23 +43,27 @@ def reproduce_command(
         int | None,
         typer.Option(min=1, help="Another length, in updates, such as 50000 \\[the experiment's]."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --first-seed on.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of seeds, counting from --first-seed.")
+    ] = 1,
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Scaled down: minutes, and not comparable.", metavar=""),
+        typer.Option(
+            "--quick", help="Scaled down: takes minutes, not comparable to the paper.", metavar=""
+        ),
     ] = False,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder to write; what is in it is not run again.")
+        Path, typer.Option("--out", "-o", help="Output folder; finished runs in it are reused.")
     ] = Path("runs/reproduce"),
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
-    """Run a paper's table or figure again, and show its figures beside ours.
+    """Rerun a paper's table or figure, and show its numbers next to ours.
 
     Example: polytempo reproduce pace/table2 --dataset cifar10 --only pace,standalone --quick
 
-    Calling it again goes on where it was interrupted. All experiments of a paper share their runs.
+    Run the same command again to continue an interrupted one. Experiments of a paper share runs.
     """
     if experiment is None:
         _list_experiments(as_json)
@@ -103,7 +107,7 @@ def reproduce_command(
     for failure in failed:
         complain(failure)
     if not complete:
-        interrupted("the same command again")
+        interrupted("run the same command again")
     if failed:
         raise typer.Exit(2)
 

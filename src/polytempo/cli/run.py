@@ -18,7 +18,7 @@ from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.result import RunResult, about_clusters
 from polytempo.experiments.run import resume, run
 
-FORMS = ("best", "worst10", "newcomers")  # of the metric, that are said at the end of a run
+FORMS = ("best", "worst10", "newcomers")  # of the metric, shown at the end of a run
 
 
 @with_settings(*RunConfig.model_fields)
@@ -27,12 +27,12 @@ def run_command(
     config: Config = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder to write \\[a new one in runs]."),
+        typer.Option("--out", "-o", help="Output folder \\[a new one in runs]."),
     ] = None,
     resume_from: Annotated[
         Path | None,
         typer.Option(
-            "--resume", help="Go on with the run of this folder (perhaps with more --rounds)."
+            "--resume", help="Resume the run in this folder (optionally with more --rounds)."
         ),
     ] = None,
     as_json: Json = False,
@@ -42,7 +42,7 @@ def run_command(
 
     Example: polytempo run --strategy pace:graph.gamma=2 --data digits --clients 20 --rounds 400
 
-    Ctrl-C stops between two events and leaves a folder that --resume continues.
+    Ctrl-C stops between two events; continue with --resume FOLDER.
     """
     with RunProgress(quiet=as_json) as progress:
         if resume_from is not None:
@@ -94,7 +94,7 @@ def _show(result: RunResult, folder: Path) -> None:
 
 
 def _about(result: RunResult, folder: Path) -> dict[str, str]:
-    """What is said of a run at its end."""
+    """What is shown of a run at its end."""
     summary, metric = result.summary, result.metric
     name = metric.name
     best, worst, late = (metric.text(summary[f"{name}_{x}"]) for x in FORMS)

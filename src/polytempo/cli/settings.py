@@ -1,4 +1,4 @@
-"""The settings of a run as options of commands: declared in `RunConfig` alone."""
+"""The settings of a run as command-line options: they are declared in `RunConfig` alone."""
 
 from __future__ import annotations
 

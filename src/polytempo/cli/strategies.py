@@ -1,4 +1,4 @@
-"""`polytempo strategies`: the list of them."""
+"""`polytempo strategies`: list the strategies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def strategies_command(as_json: Json = False) -> None:
     if as_json:
         output.print_json(data=found)
         return
-    title = "Strategies: use as NAME or NAME:option=value,option=value"
+    title = "Strategies: written as NAME or NAME:option=value,option=value"
     table = listing(title, "name", "what it is", "options and defaults", show_lines=True)
     for row in found:
         options = "\n".join(f"{k}={v}" for k, v in row["parameters"].items())
@@ -43,7 +43,7 @@ def strategies_command(as_json: Json = False) -> None:
 
 
 def _parameters(thing: Any) -> dict[str, Any]:
-    """The options and their values, those of options included (`graph.gamma`)."""
+    """The options and their values, including nested ones (`graph.gamma`)."""
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(thing) if field.init):
         value = getattr(thing, name)

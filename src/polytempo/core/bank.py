@@ -113,7 +113,7 @@ class ModelBank:
         return self.origin + self._values(self._row(self._slots[client]), self._format)
 
     def revision(self, client: int) -> int:
-        """A number that is a new one whenever `row(client)` may have changed."""
+        """A number that changes whenever `row(client)` may have changed."""
         return int(self._revisions[self._slots[client]])
 
     def set(self, client: int, vector: Tensor) -> None:
@@ -297,7 +297,7 @@ class ModelBank:
         if len(slots) != len(self) or len(origin) != len(self.origin):
             raise PolytempoError(
                 f"the checkpoint has {len(slots)} clients with {len(origin)} parameters, expected "
-                f"{len(self)} with {len(self.origin)}; start the run anew"
+                f"{len(self)} with {len(self.origin)}; start a new run"
             )
         self._slots[:] = slots
         self._squares = np.array(state["squares"])

@@ -36,12 +36,12 @@ class Session(Protocol):
     received: Tensor  # the model to train, as it travels
     vectors: Mapping[str, Tensor]  # what came with it
     memory: dict[str, Tensor]  # what the client remembers from one training to the next
-    extras: dict[str, Tensor]  # what is uploaded beside the update
+    extras: dict[str, Tensor]  # what is uploaded along with the update
     frozen: Tensor | None  # True for trained parameters of the model that are to stay as they are
 
     @property
     def parameters(self) -> int:
-        """The first so many numbers of a model are trained; the others are buffers."""
+        """How many numbers of a model are trained: the first ones; the others are buffers."""
         ...
 
     def begin(self, model: Tensor) -> None:
@@ -107,7 +107,7 @@ class Basis(ClientStep):
 
 @CLIENT_STEPS.register("choose")
 class Choose(ClientStep):
-    """The client is sent `models` models, the first as usual, the others beside it as
+    """The client is sent `models` models, the first as usual, the others along with it as
     `candidate 1` and so on. It trains the one whose loss on its training samples is least, and
     uploads which one it was as `choice` (IFCA). Choosing takes no simulated time."""
 

@@ -11,11 +11,11 @@ class PolytempoError(Exception):
 
 
 class Refused(PolytempoError):
-    """An update that the server does not accept. Its state is as it was before the update came."""
+    """The server does not accept an update. Its state is as it was before the update came."""
 
 
 class Diverged(PolytempoError):
-    """A client's training went to infinity, so that the run cannot go on."""
+    """A client's training diverged, so the run cannot continue."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

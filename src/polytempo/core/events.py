@@ -52,7 +52,7 @@ class Return(ClientEvent):
 
 @dataclass(frozen=True, slots=True)
 class Leave(ClientEvent):
-    """The client is not there any more."""
+    """The client is no longer there."""
 
 
 # -- with a server ------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Multicast(DispatchEvent):
 
 @dataclass(frozen=True, slots=True)
 class Restart(DispatchEvent):
-    """A multicast has reached the client, which goes on from it."""
+    """A multicast has reached the client, which continues from it."""
 
     replaces: int  # the dispatch that it was training
     step: int  # the first step on the new model
@@ -130,7 +130,7 @@ class Announce(TicketEvent):
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(TicketEvent):
-    """The peer does not wait any more."""
+    """The peer no longer waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Fuse(TicketEvent):
 
 @dataclass(frozen=True, slots=True)
 class Discard(TicketEvent):
-    """The peer, which trains no more, leaves its partner's model unused."""
+    """The peer no longer trains, and leaves its partner's model unused."""
 
     kind: ClassVar[str] = "discard"
 

@@ -1,4 +1,4 @@
-"""An `nn.Module` as flat vectors, and back: what of it is shared, personal, frozen.
+"""An `nn.Module` as flat vectors, and back: which parts of it are shared, personal, frozen.
 
 Every parameter and buffer of a module plays one of three parts. *Shared*: it travels; on the wire,
 in banks and in every strategy a model is one flat vector of the shared numbers, first those that
@@ -88,7 +88,7 @@ class Layout:
         names = {name for name, _ in moving}
         dtype = parameters[0][1].dtype
         if any(tensor.dtype != dtype for _, tensor in (*parameters, *moving)):
-            raise PolytempoError(f"all parameters must have one type, here {dtype} and others")
+            raise PolytempoError(f"all parameters must have the same type, got {dtype} and others")
 
         def of(found: list[tuple[str, Tensor]], mine: bool) -> list[Tensor]:
             return [tensor for name, tensor in found if (name in personal) == mine]
@@ -150,7 +150,7 @@ class Layout:
         self.load_whole(shared if not self.personal else self.join(shared, personal))
 
     def load_whole(self, whole: Tensor, counters: Sequence[Tensor] | None = None) -> None:
-        """The same, given the vector that `join` makes; and, to go on with a training, `counters`
+        """The same, given the vector that `join` makes; and, to continue a training, `counters`
         as they were."""
         self.vector.copy_(whole)
         for buffer, value in zip(self._others, counters or self._initial, strict=True):
@@ -165,9 +165,9 @@ class Layout:
         return self.split(self.vector)[0] if self.personal else self.vector.clone()
 
     def train(self, batch: int) -> None:
-        """Put the module in training mode, but for normalisation layers that are frozen: their
-        statistics never change. Nor do those of batch normalisation where batches are of one
-        sample, which alone has none: it uses those that came with the model."""
+        """Put the module in training mode, except for frozen normalisation layers: their
+        statistics never change. Nor do those of batch normalisation where a batch has one sample,
+        which has no statistics of its own: it uses those that came with the model."""
         self.module.train()
         for layer in self.module.modules():
             alone = batch == 1 and isinstance(layer, nn.modules.batchnorm._BatchNorm)
@@ -207,7 +207,8 @@ def _head(module: nn.Module) -> str:
     layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not layers:
         raise PolytempoError(
-            f"{type(module).__name__} has no linear layer, so it has no head; name its parameters"
+            f"{type(module).__name__} has no linear layer, so it has no head; give its parameters "
+            "by name"
         )
     return f"{layers[-1]}." if layers[-1] else ""
 

@@ -19,8 +19,8 @@ from polytempo.core.task import Task
 class Dispatch:
     """Server to client: train this model as the task says.
 
-    With `preempt` the client is in training already (a multicast): it swaps this model in at a
-    step boundary and goes on with the local steps that it has left.
+    With `preempt` the client is already in training (a multicast): it swaps this model in at a
+    step boundary and continues with the local steps that it has left.
     `vectors` is what else the client needs, by name: "anchor" is what the task's objective refers
     to, if that is not the received model; "candidate 1", "candidate 2", ... are the other models
     of a task in which the client chooses.
@@ -99,8 +99,8 @@ class InFlight:
 
 class InFlights(Protocol):
     """The clients in training, most stale first; those of equal staleness as they were sent their
-    models. It is read from the server as one goes through it, so that who stops early pays for
-    what was looked at alone. Valid during the call that it is handed to."""
+    models. It is read from the server lazily, so that a reader that stops early pays only for
+    what it has looked at. Valid only during the call that it is handed to."""
 
     def __len__(self) -> int: ...
 

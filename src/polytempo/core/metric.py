@@ -1,7 +1,7 @@
 """What is known of a metric without its data: its name, its direction, and how it is written.
 
-Tables, plots and results read from a folder need no more than this; how the figure is made of a
-model's outputs is the business of `training/problem.py`.
+Tables, plots and results read from a folder need no more than this; how the figure is computed from
+a model's outputs is the business of `training/problem.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What clients minimise beside their loss: terms that refer to the *anchor*.
+"""What clients minimise in addition to their loss: terms that refer to the *anchor*.
 
 The anchor is the received model, or a vector that came with it. The objectives add their gradient,
 in closed form, to the flat gradient vector of the loss: no autograd graph over the parameters is
@@ -152,5 +152,5 @@ class Drift(Objective):
 
 def is_known(objective: Objective) -> bool:
     """Whether this is one of the objectives above and not a class derived from one, which may
-    compute anything: who takes a short cut must ask."""
+    compute anything: code that takes a shortcut must ask."""
     return type(objective) in (Plain, Proximal, Pull, Drift)

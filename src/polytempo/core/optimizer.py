@@ -1,7 +1,7 @@
 """How a local step is taken: SGD, Adam, AdamW.
 
 An optimiser is plain data: it travels with the task. What it remembers from step to step, its
-*moments*, are vectors by name, which whoever trains keeps. A step has two halves, so that a solver
+*moments*, are named vectors, kept by the code that trains. A step has two halves, so that a solver
 may add the gradient straight into the memory that it acts through, without storing it first:
 
     total, keep = optimizer.accumulator(moments)   # total <- keep * total + gradient
@@ -107,10 +107,10 @@ class Adam(Optimizer):
 @OPTIMIZERS.register("adamw")
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019):
-    `theta <- (1 - lr weight_decay) theta` beside the step. Its gradients hold no weight decay."""
+    `theta <- (1 - lr weight_decay) theta` with the step. Its gradients hold no weight decay."""
 
     def regularise(self, theta: Tensor, grad: Tensor) -> None:
-        """Nothing: the decay is no part of the gradient."""
+        """Nothing: the decay is not part of the gradient."""
 
     def descend(self, theta: Tensor, moments: Moments, lr: float) -> None:
         theta.mul_(1 - lr * self.weight_decay)

@@ -6,7 +6,7 @@ One notation serves them all, on the command line, in TOML files and in Python:
     pace:omega=2,reply=fresh          with options ("none" for no value)
     {"name": "pace", "omega": 2}      the same as a table
     pace:graph=fedamp,graph.sigma=5   options of an option that has some
-    mypackage.mymodule:MyStrategy     a class of the user's own (options may follow after a colon)
+    mypackage.mymodule:MyStrategy     a user's own class (options may follow after a colon)
 
 Options are the fields of a pydantic dataclass, so they are typed and checked wherever the object
 is made; a mistake becomes a one-line error that names the nearest option.
@@ -32,8 +32,8 @@ C = TypeVar("C", bound=type)
 
 @dataclass_transform(field_specifiers=(dataclasses.field, pydantic.Field))
 class Options:
-    """Base of everything that has options: its subclasses are dataclasses whose fields are checked
-    and which refuse what they do not know."""
+    """Base of everything that has options: its subclasses are dataclasses that check their fields
+    and refuse unknown ones."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -157,7 +157,7 @@ class Registry(Generic[T]):
         maker = self[name]
         if self.base and not (isinstance(maker, type) and issubclass(maker, self.base)):
             raise PolytempoError(
-                f"{name!r} is no {self.kind}: derive it from {self.base.__module__}:"
+                f"invalid {self.kind} {name!r}: derive it from {self.base.__module__}:"
                 f"{self.base.__qualname__}"
             )
         given = {key: None if value == "none" else value for key, value in given.items()}
@@ -167,7 +167,7 @@ class Registry(Generic[T]):
         except pydantic.ValidationError as error:
             message = explain(error, option_names(maker))
             raise PolytempoError(f"{self.kind} {name}: {message}") from error
-        except TypeError as error:  # a class of the user's own that is no options dataclass
+        except TypeError as error:  # a user's class that is not an options dataclass
             raise PolytempoError(f"{self.kind} {name}: {error}") from error
 
     def _nested(self, name: str, maker: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Registry(Generic[T]):
 
     def describe(self, thing: T) -> dict[str, Any]:
         """The table from which `create` makes an equal object, in another process too: a class of
-        the user's own is named by its module, for its registration may not have happened there."""
+        the user's own is named by its module, since it may not be registered there."""
         cls = type(thing)
         name = f"{cls.__module__}:{cls.__qualname__}"
         if cls.__module__.startswith("polytempo."):

@@ -2,7 +2,7 @@
 
 A schedule is a pure function of a count. For a server's clients that is the number of updates
 folded when a model is sent, so that one setting means the same for synchronous and asynchronous
-strategies: with ten clients a cohort, `every=10` is every cohort.
+strategies: with ten clients per cohort, `every=10` is every cohort.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Constant(Schedule):
 
 @SCHEDULES.register("exponential")
 class Exponential(Schedule):
-    """Multiplied by `gamma` after `every` so many."""
+    """Multiplied by `gamma` each time that `every` more have been counted."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.99
     every: Positive = 10

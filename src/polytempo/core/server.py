@@ -9,19 +9,19 @@ Theory of operation
    answers one of them, and closes them all. (A multicast may cross the upload on the wire: then the
    update answers the older dispatch, and its staleness is counted from there.)
 3. Two counters: `round` goes up by one with each update folded, `version` each time that what is
-   served has changed. Staleness is the difference to what they were at the dispatch. The learning
+   served has changed. Staleness is how far they have moved since the dispatch. The learning
    rate that a client is sent follows the run's schedule, by `round`.
-4. At most `slots` clients are in training. Who is started when a slot falls free is the *refill*:
+4. At most `slots` clients are in training. The *refill* says who starts when a slot becomes free:
    "idle"    a uniformly random client that is not in training;
    "same"    the sender, at once;
    "cohort"  nobody until all are in, then a random cohort as large as `slots`. A synchronous method
              is this policy plus `Strategy.close_cohort`: there is no second code path.
-   A *newcomer*, a client that joins for the first time when updates have been folded already, does
+   A *newcomer*, a client that joins for the first time once updates have been folded, does
    not wait for a slot: it is sent a model at once. As long as there are more than `slots` in
    training, nobody else is started. (With "cohort" it may be chosen from the next cohort on.)
 5. An update is checked in full before anything changes, against what its own dispatch asked for.
    What is refused leaves no trace.
-6. A message costs the same however many clients there are and are in training. `open` is kept in
+6. A message costs the same however many clients exist or are in training. `open` is kept in
    the order of the last dispatch, so that it is ordered by staleness without being sorted; idle
    clients are a set of their own.
 """
@@ -122,14 +122,14 @@ class Server:
         return self._close(client, self.strategy.model_for) if client in self.open else []
 
     def away(self, client: int) -> None:
-        """This client is not started any more until it joins again; what it trains now may come."""
+        """Do not start this client until it joins again; what it trains now may still come."""
         self.members.discard(client)
         self.idle.discard(client)
 
     def lost(self, client: int) -> list[Action]:
         """The update of a client in training will never come."""
         if client not in self.open:
-            raise PolytempoError(f"client {client} is not in training: nothing of it can be lost")
+            raise PolytempoError(f"client {client} is not in training: it has nothing to lose")
         self.strategy.lost(client)
         return self._close(client, self.strategy.model_for)
 
@@ -219,14 +219,14 @@ class Server:
         if not answered:
             raise Refused(
                 f"client {client} answers dispatch {number}, which is not open: this update came "
-                "twice, too late, or answers what went to another client"
+                "twice or too late, or answers another client's dispatch"
             )
         vector = update.vector
         wanted = self.context.initial
         if vector.shape != wanted.shape:
             raise Refused(
                 f"client {client} sent {list(vector.shape)} numbers, expected "
-                f"{list(wanted.shape)}: it trains another model"
+                f"{list(wanted.shape)}: it trains a different model"
             )
         if vector.dtype != wanted.dtype:
             raise Refused(f"client {client} sent {vector.dtype}, expected {wanted.dtype}")
@@ -260,7 +260,7 @@ class Server:
 
     def state_dict(self) -> State:
         """Everything that the server and its strategy must remember, as it is: save it before the
-        server goes on."""
+        server continues."""
         return {
             "round": self.round,
             "version": self.version,

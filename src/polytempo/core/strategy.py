@@ -120,7 +120,7 @@ class Strategy(Options):
         self.context = context
 
     def rounds_of_run(self, given: int, clients: int) -> int:
-        """How many rounds a run has that was given so many."""
+        """How many rounds a run has if this many were asked for."""
         return given
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
@@ -173,7 +173,7 @@ class Strategy(Options):
 
     def revision(self, client: int) -> int | None:
         """A number that changes whenever `serve(client)` does; None: not known, so it is looked at
-        anew."""
+        again."""
         return None
 
     def refresh(self, in_flight: InFlights) -> Sequence[int]:

@@ -25,7 +25,7 @@ class Task(Options):
 
     `schedule`: how the learning rate changes over the steps of this training (that of a run is in
     the `lr` that each client is sent).
-    `optimizer` begins anew with every dispatch, unless `keep_optimizer`: then a client keeps its
+    `optimizer` starts afresh with every dispatch, unless `keep_optimizer`: then a client keeps its
     moments from one training to the next, and over a multicast.
     `upload` says what comes back: the trained model, its difference from the received one
     ("delta"), or the gradient of the first mini-batch with no step taken ("gradient"; weight decay
@@ -56,7 +56,7 @@ class Task(Options):
 
     @property
     def extras(self) -> dict[str, int]:
-        """What is uploaded beside the vector: names, and the number of rows of each."""
+        """What is uploaded along with the vector: names, and the number of rows of each."""
         return {name: rows for step in self.client_steps for name, rows in step.uploads.items()}
 
     def plain_sgd(self, who: str) -> Sgd:

@@ -37,7 +37,7 @@ def cached(name: str, sources: Sequence[Path], samples: int, build: Callable[[],
         if len(kept) == samples:
             return kept
     except (OSError, ValueError, EOFError):
-        pass  # absent or damaged: made anew below
+        pass  # absent or damaged: rebuilt below
     made = build()
     try:
         _write(path, made)

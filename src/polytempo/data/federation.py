@@ -44,7 +44,7 @@ class Federation:
     x: uint8 images [N, C, H, W], float32 features, or int64 tokens [N, length].
     y: what the problem is about: labels [N], 0 or 1 [N, labels], numbers [N] or [N, outputs], or
         tokens [N, length].
-    outputs: how many numbers a model puts out, for each sample or (next-token) for each token.
+    outputs: how many numbers a model outputs, per sample or (next-token) per token.
     problem: "classification", "multilabel", "regression" or "next-token".
     groups: the true group of each client, where there is one.
     mean, std: per channel, for images; `prepare` applies them.
@@ -117,7 +117,7 @@ class Federation:
         """Samples of each label that each client holds, [clients, classes], train and test."""
         if not self.labelled:
             raise PolytempoError(
-                f"{self.name} is for {self.problem}, and has no labels to count; use data for "
+                f"{self.name} is for {self.problem} and has no labels to count; use data for "
                 "classification or multilabel"
             )
         y = self.y.numpy()
@@ -158,11 +158,11 @@ class Federation:
         clients: number of clients; by default all users of the data set, else 20.
         partition: how to divide the samples, such as `iid`, `dirichlet:alpha=0.5` or an object;
             by default `natural` if the data has users, else `dirichlet:alpha=0.1,balanced=true`
-            (for next-token `iid`). By "label" means by the first label of several, by tenths of the
-            first number of a regression; next tokens cannot be divided so.
+            (for next-token `iid`). The "label" is the first of several, for regression the decile
+            of the first number; next-token data cannot be divided by label.
         shift: `rotation` or `noise`, to make groups of clients see different features.
-        test_fraction: share of each client's samples that is set apart for testing.
-        data_dir: folder with the data files; by default that of the variable POLYTEMPO_DATA.
+        test_fraction: fraction of each client's samples held out for testing.
+        data_dir: folder with the data files; by default the environment variable POLYTEMPO_DATA.
         limit: use only that many samples, drawn at random.
         problem: what the targets in files of your own are for, where it cannot be guessed.
         """
@@ -288,7 +288,7 @@ class Federation:
         if pool.problem == "next-token" and getattr(divider, "by_label", False):
             name = PARTITIONS.describe(divider)["name"]
             raise PolytempoError(
-                f"partition {name} goes by labels, and {title} has none: it is for next-token; use "
+                f"partition {name} goes by labels, but {title} has none: it is for next-token; use "
                 + ("natural, iid or quantity" if pool.users is not None else "iid or quantity")
             )
         natural = isinstance(divider, Natural) and pool.users is not None

@@ -1,6 +1,6 @@
 """The known data sets that are read from files, and two that come with scikit-learn.
 
-Official training and test parts are pooled: a federation is split anew inside each client.
+Official training and test parts are pooled: a federation is split again within each client.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _images(name: str, parts: Sequence[tuple[Path, str]], classes: int) -> tuple
     x = cached(name, list(dict.fromkeys(path for path, _ in parts)), len(y), build)
     if len(x) != len(y):
         raise PolytempoError(
-            f"{name}: {len(x)} images but {len(y)} labels in {parts[0][0].parent}; are the files "
-            "damaged? get them again"
+            f"{name}: {len(x)} images but {len(y)} labels in {parts[0][0].parent}; if the files "
+            "are damaged, download them again"
         )
     return x, y
 
@@ -79,7 +79,7 @@ class Diabetes(Options):
     """Ten measurements of 442 patients, and how far diabetes had progressed a year later.
 
     Measurements are standardised; the progression (25 to 346) is in hundreds, a scale on which
-    usual learning rates work. To predict the mean throughout is a mean squared error of 0.59.
+    usual learning rates work. Always predicting the mean gives a mean squared error of 0.59.
     """
 
     description: ClassVar[str] = "diabetes after a year, 10 features (scikit-learn)"
@@ -129,7 +129,7 @@ class MNIST(Options):
 
 @SOURCES.register("emnist")
 class EMNIST(Options):
-    """EMNIST in the 47 merged classes; `balanced` keeps equally many of each (42,770 in all)."""
+    """EMNIST in the 47 merged classes; `balanced` keeps the same number of each (42,770 in all)."""
 
     description: ClassVar[str] = "handwritten digits and letters, 28x28, grey"
     samples: ClassVar[int] = 109_405

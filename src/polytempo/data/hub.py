@@ -157,6 +157,6 @@ def _stack(who: str, pictures: list[Any]) -> Any:
     if len(shapes) > 1:
         raise PolytempoError(
             f"{who}: pictures of {len(shapes)} shapes, such as {shapes[0]} and {shapes[-1]}; "
-            "bring them to one size first, and use Federation.from_pool"
+            "resize them first, and use Federation.from_pool"
         )
     return np.stack(arrays)

@@ -74,7 +74,7 @@ def _number_names(clients: Sequence[Sequence[Any]]) -> list[list[Any]]:
         return [list(client) for client in clients]
     texts = [part for part in found if part is not None]
     if len(texts) < len(found):
-        raise PolytempoError("some clients' labels are names, others' are numbers; use one of both")
+        raise PolytempoError("some clients' labels are names, others' are numbers; use one kind")
     known = np.unique(np.concatenate([text.reshape(-1) for text in texts]))
     numbered = []
     for client, parts in zip(clients, named, strict=True):
@@ -90,8 +90,8 @@ def _same_form(what: str, first: Features, x: Features, who: str, other: str) ->
 
     if form(first) != form(x):
         raise PolytempoError(
-            f"{who}: {what} are {form(x)}, but those of {other} are {form(first)}; all clients "
-            "need the same form"
+            f"{who}: {what} are {form(x)}, but those of {other} are {form(first)}; they must be "
+            "the same for all clients"
         )
 
 

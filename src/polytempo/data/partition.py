@@ -126,7 +126,7 @@ def _until(draw: Callable[[], Array], least: int, what: str) -> Array:
         if counts.sum(axis=0).min() >= least:
             return counts
     raise PolytempoError(
-        f"{what}: in {TRIES} draws, never did every one of {counts.shape[1]} clients get "
+        f"{what}: none of {TRIES} draws gave each of {counts.shape[1]} clients "
         f"{least} samples; raise alpha, use fewer clients"
         + (", or lower min_size" if least > 1 else ", or another partition, such as iid")
     )
@@ -138,15 +138,15 @@ def _least(given: int | None, usual: int, samples: int, clients: int) -> int:
         return max(1, min(usual, samples // (10 * clients)))
     if given * clients > samples:
         raise PolytempoError(
-            f"min_size={given} for {clients} clients needs {given * clients} samples, there are "
-            f"{samples}; use min_size={samples // clients} or less, or fewer clients"
+            f"min_size={given} for {clients} clients needs {given * clients} samples, but there "
+            f"are {samples}; use min_size={samples // clients} or less, or fewer clients"
         )
     return given
 
 
 @PARTITIONS.register("iid")
 class IID(Options):
-    """Every client a random sample of the same size."""
+    """Every client gets a random sample of the same size."""
 
     def __call__(
         self, y: Array, clients: int, rng: np.random.Generator, users: Array | None = None

@@ -20,7 +20,7 @@ TOKENS = 2**17  # integers from here on are taken for features that were not con
 class Pool:
     """Samples with targets. `users`, `groups` and `test` say something about each sample.
 
-    outputs: how many numbers a model puts out, for each sample or token.
+    outputs: how many numbers a model outputs, per sample or token.
     problem: what the targets are for (see `targets`).
     """
 
@@ -40,9 +40,7 @@ class Pool:
     def subset(self, limit: int | None, seed: int) -> Pool:
         """A random subset of at most `limit` samples, in their original order."""
         if limit is not None and limit < 1:
-            raise PolytempoError(
-                f"limit={limit}: at least 1 sample is needed; leave it out for all"
-            )
+            raise PolytempoError(f"limit={limit}: at least 1 sample is needed; omit it to use all")
         if limit is None or limit >= len(self.y):
             return self
         kept = np.sort(rng(seed, "data", "limit").choice(len(self.y), limit, replace=False))
@@ -83,7 +81,7 @@ def features(given: Any, who: str) -> Features:
             f"{who}: the samples are not of one shape ({error}); pad or crop them to the same shape"
         ) from error
     if x.ndim >= 1 and len(x) == 0:
-        raise PolytempoError(f"{who}: there are no samples; leave out clients without data")
+        raise PolytempoError(f"{who}: there are no samples; omit clients without data")
     if x.ndim == 1 and all(isinstance(item, str) for item in x):
         return [str(item) for item in x]
     if x.ndim < 2:
@@ -123,7 +121,7 @@ def _channels_first(x: Array) -> Array:
 def _tokens(x: Array, who: str) -> Array:
     if x.ndim != 2 or x.min() < 0:
         raise PolytempoError(
-            f"{who}: X of type {x.dtype}, shape {x.shape} and minimum {x.min()} is no table of "
+            f"{who}: X of type {x.dtype}, shape {x.shape} and minimum {x.min()} is not a table of "
             "tokens [samples, length] from 0 up; convert features to float32, images to uint8"
         )
     if x.max() >= TOKENS:
@@ -177,7 +175,7 @@ def user_ids(given: Any, samples: int, who: str) -> Array:
     users = np.asarray(given)
     if users.shape != (samples,):
         raise PolytempoError(
-            f"{who}: users has shape {users.shape}, expected ({samples},), one user for each sample"
+            f"{who}: users has shape {users.shape}, expected ({samples},), one user per sample"
         )
     if users.dtype.kind == "f" and np.isnan(users).any():
         raise PolytempoError(f"{who}: some users are NaN; name the user of every sample")
@@ -196,15 +194,15 @@ def labels(given: Any, samples: int, who: str, classes: int | None = None) -> Ar
     if y.shape != (samples,):
         other = "; for targets of another kind, say problem=multilabel, regression or next-token"
         raise PolytempoError(
-            f"{who}: y has shape {y.shape}, expected ({samples},), one label for each sample of X"
+            f"{who}: y has shape {y.shape}, expected ({samples},), one label per sample of X"
             + (other if y.ndim > 1 and len(y) == samples else "")
         )
     if (named := names(y)) is not None:
         y = np.unique(named, return_inverse=True)[1]
     if y.dtype.kind not in "iubf" or not (np.isfinite(y).all() and (y == np.floor(y)).all()):
         raise PolytempoError(
-            f"{who}: labels must be whole numbers from 0 up, got type {y.dtype} with {y[0]!s} "
-            "first; number the classes first"
+            f"{who}: labels must be whole numbers from 0 up, got type {y.dtype} starting with "
+            f"{y[0]!s}; number the classes first"
         )
     y = y.astype(np.int64)
     if y.min() < 0 or (classes is not None and y.max() >= classes):

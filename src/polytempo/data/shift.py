@@ -96,7 +96,7 @@ class Noise(Options):
     def __call__(self, x: torch.Tensor, group: int, rng: np.random.Generator) -> torch.Tensor:
         if x.dtype not in (torch.uint8, torch.float32):
             raise PolytempoError(
-                "noise needs images or numeric features, this data set is text; leave shift out"
+                "noise needs images or numeric features, but this data set is text; omit shift"
             )
         scale = 255.0 if x.dtype == torch.uint8 else 1.0
         draws = torch.from_numpy(rng.standard_normal(tuple(x.shape), dtype=np.float32))

@@ -71,13 +71,13 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except KeyError as error:
         raise PolytempoError(
-            f"{path} lacks the array {error}; it is not the file that was expected, get it again"
+            f"{path} lacks the array {error}; it is not the expected file: download it again"
         ) from error
     except (
         *(OSError, ValueError, TypeError, EOFError),
         *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
     ) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise PolytempoError(f"{path} cannot be read: {reason}; is it damaged? get it again") from (
-            error
-        )
+        raise PolytempoError(
+            f"{path} cannot be read: {reason}; if it is damaged, download it again"
+        ) from (error)

@@ -96,6 +96,6 @@ def open_pool(
     if problem not in (None, pool.problem):
         raise PolytempoError(
             f"problem={problem!r}, but the targets of {pool.name} are for {pool.problem}; omit it, "
-            "or bring the samples with other targets by Federation.from_pool"
+            "or give the samples other targets with Federation.from_pool"
         )
     return pool

@@ -64,8 +64,8 @@ class Synthetic(Options):
 
     groups: number of groups, even in size, spread at random over the client ids.
     kind: what sets groups apart. "labels": each has labels of its own. "rotation": the feature
-        space is turned, each group its own way. "permutation": the same features bear another
-        label in every group (concept shift). "noise": features are noisier from group to group,
+        space is rotated, differently for each group. "permutation": the same features have a
+        different label in every group (concept shift). "noise": features get noisier by group,
         from half to two and a half times `noise`.
     samples: mean number per client; `skew` is the spread of the logarithm of the sizes.
     noise: standard deviation around the prototypes, which are about sqrt(2 * features) apart.

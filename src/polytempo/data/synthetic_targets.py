@@ -62,7 +62,7 @@ class SyntheticRegression(Options):
 @SOURCES.register("synthetic-multilabel")
 class SyntheticMultilabel(Options):
     """Each label is present on one side of a random plane, for about three samples of ten; the same
-    plane bears another label in every group.
+    plane has a different label in every group.
 
     samples: mean number per client; `skew` is the spread of the logarithm of the sizes.
     noise: relative to the spread of the samples across a plane.

@@ -32,9 +32,7 @@ def kind_of(parts: Sequence[tuple[Features, Any]], classes: int | None, given: s
     """
     if given is not None:
         if given not in PROBLEMS:
-            raise PolytempoError(
-                f"no problem of data is called {given!r}{nearest(given, PROBLEMS)}"
-            )
+            raise PolytempoError(f"unknown problem {given!r}{nearest(given, PROBLEMS)}")
         return given
     found = [(x, as_array(y)) for x, y in parts]
     if any(y.dtype.kind not in "iufb" for _, y in found):
@@ -71,7 +69,7 @@ def targets(given: Any, x: Features, who: str, problem: str, classes: int | None
 
 
 def number_of_outputs(y: Array, x: Features, who: str, problem: str, classes: int | None) -> int:
-    """How many numbers a model puts out, for each sample or token."""
+    """How many numbers a model outputs, per sample or token."""
     if problem == "classification":
         return number_of_classes(y, who, classes)
     if problem == "next-token":
@@ -120,7 +118,7 @@ def _numbers(y: Array, x: Features, who: str, classes: int | None) -> Array:
     if y.ndim not in (1, 2) or len(y) != len(x) or y.size == 0:
         raise PolytempoError(
             f"{who}: y has shape {y.shape}, but regression needs ({len(x)},) or "
-            f"({len(x)}, outputs), one row for each sample of X"
+            f"({len(x)}, outputs), one row per sample of X"
         )
     with np.errstate(over="ignore"):
         found = y.astype(np.float32)
@@ -156,7 +154,7 @@ def _next_tokens(y: Array, x: Features, who: str, classes: int | None) -> Array:
         row = int(np.flatnonzero(~(y != PADDING).any(axis=1))[0])
         raise PolytempoError(
             f"{who}: all targets of sample {row} are padding (0 or {IGNORED}), so there is nothing "
-            "to learn from it; leave it out, or number the tokens from 1 up"
+            "to learn from it; omit it, or number the tokens from 1 up"
         )
     return y.astype(np.int64)
 

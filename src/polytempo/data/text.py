@@ -28,7 +28,7 @@ def build_vocabulary(texts: Iterable[Sequence[str]], size: int) -> dict[str, int
     `size` counts padding (0) and unknown (1) too.
     """
     if size < 3:
-        raise PolytempoError(f"vocabulary={size}: at least 3 is needed, usual is 32000")
+        raise PolytempoError(f"vocabulary={size}: at least 3 is needed; 32000 is usual")
     counts = Counter(word for text in texts for word in text)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     return {word: number for number, word in enumerate(ranked[: size - 2], start=2)}

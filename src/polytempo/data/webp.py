@@ -18,7 +18,7 @@ def decode(archive: Mapping[str, Any], split: str) -> Array:
         from PIL import Image
     except ImportError as error:
         raise PolytempoError(
-            'these images are WebP, to read which Pillow is needed: pip install "polytempo[images]"'
+            'these images are WebP; reading them needs Pillow: pip install "polytempo[images]"'
         ) from error
     height, width, channels = (int(size) for size in archive[f"{split}_hwc"])
     packed = archive[f"{split}_webp"].tobytes()

@@ -54,7 +54,7 @@ class Comparison:
             for result in found:
                 if result.metric != self.metric:
                     raise PolytempoError(
-                        f"{label}, seed {result.seed}, was judged by {result.metric.name}, and "
+                        f"{label}, seed {result.seed}, was judged by {result.metric.name}, but "
                         f"this comparison is about {self.metric.name}; choose another --out, or "
                         "delete the older runs"
                     )
@@ -69,7 +69,7 @@ class Comparison:
         return float(result.summary[f"{self.metric.name}_best"])
 
     def table(self) -> list[dict[str, str]]:
-        """One row a strategy: mean and, over several seeds, spread."""
+        """One row per strategy: mean and, over several seeds, spread."""
         metric, clustered = self.metric, known_of_clusters(self.results)
         if isinstance(self.target, float):
             share, value = metric.text(self.target), f"{metric.name} {self.target:g}"
@@ -108,7 +108,7 @@ def compare(
 ) -> Comparison:
     """Run every strategy with every seed; what the folder already holds is not run again.
 
-    An interrupt ends the comparison after the run that it stopped; calling this again goes on. A
+    An interrupt ends the comparison after the run that it stopped; calling this again continues. A
     strategy whose training diverges is left out.
     """
     labels = list(dict.fromkeys(strategies))
@@ -151,8 +151,8 @@ def compare(
 def settle(
     config: RunConfig, place: Path, load: LastFederation, observer: Attach | None = None
 ) -> RunResult:
-    """The result of a run, without its models: as the folder holds it, or after going on with what
-    it holds, or run anew. A folder with other settings is refused."""
+    """The result of a run, without its models: read from the folder, resumed there, or run from
+    the start. A folder with other settings is refused."""
     federation = load(config)
     if holds_run(place):
         result = _continue(place, config, federation, observer)
@@ -169,7 +169,7 @@ def _continue(
     name = difference(wanted, found)
     if name is not None:
         raise PolytempoError(
-            f"{place} was run with {name} = {found.get(name)!r}, now it is "
+            f"{place} was run with {name} = {found.get(name)!r}, but now it is "
             f"{wanted.settings().get(name)!r}; choose another --out or delete the folder"
         )
     if (place / "result.json").exists():

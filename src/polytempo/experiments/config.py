@@ -45,7 +45,7 @@ _TASK = Task()
 
 
 class Ends(TypedDict, total=False):
-    """What may end a run before its rounds are done."""
+    """What may end a run before it has done all its rounds."""
 
     versions: float
     messages: float
@@ -53,39 +53,39 @@ class Ends(TypedDict, total=False):
 
 
 class RunConfig(BaseModel):
-    """All settings of a run. Things with options are written `name:key=value,key=value`."""
+    """All settings of a run. A choice with options is written `name:key=value,key=value`."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
 
     strategy: Spec = Field("pace", description="the algorithm; see `polytempo strategies`")
     data: str = Field(
         "digits",
-        description="data set, path of an .npz or of a folder of them, or hub:owner/name; "
+        description="data set, path of an .npz file or of a folder of them, or hub:owner/name; "
         "see `polytempo data`",
     )
     data_dir: str | None = Field(
-        None, description="folder of data files (else the environment variable POLYTEMPO_DATA)"
+        None, description="folder of data files (default: the environment variable POLYTEMPO_DATA)"
     )
     clients: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="number of clients (natural users: all of them; else 20)"
+        None, description="number of clients (default: all natural users, or 20 without any)"
     )
     partition: Spec | None = Field(
         None, description=f"who gets which samples: {', '.join(PARTITIONS)}"
     )
-    shift: Spec | None = Field(None, description=f"shift of the features: {', '.join(SHIFTS)}")
+    shift: Spec | None = Field(None, description=f"feature shift: {', '.join(SHIFTS)}")
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.25, description="share of each client's samples that it is tested on"
+        0.25, description="fraction of each client's samples held out for testing"
     )
     limit: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="use only so many samples, drawn at random"
+        None, description="use only this many samples, drawn at random"
     )
     model: Spec = Field(
-        "auto", description="linear, mlp, lenet, cnn64, textcnn, resnet18, or module:factory"
+        "auto", description="linear, mlp, lenet, cnn64, textcnn, gru, resnet18, or module:factory"
     )
     problem: Spec | None = Field(
         None,
         description="what is learned: classification, multilabel, regression, next-token, or "
-        "own:criterion=... (what the data are for)",
+        "own:criterion=... (default: what the data are for)",
     )
     buffers: BufferPolicy = Field(
         "share",
@@ -93,72 +93,75 @@ class RunConfig(BaseModel):
     )
     personal: str | None = Field(
         None,
-        description="what of the model stays with its client: head (the last linear layer), norm "
-        "(normalisation layers), body (all but the head), or patterns of parameter names, "
-        "separated by commas",
+        description="part of the model that stays with its client: head (the last linear layer), "
+        "norm (normalisation layers), body (all but the head), or comma-separated patterns of "
+        "parameter names",
     )
     freeze: str | None = Field(
-        None, description="what of the model is never trained or sent: as for personal"
+        None, description="part of the model that is never trained or sent; as for personal"
     )
     rounds: Annotated[int, Field(ge=1)] = Field(
-        400, description="updates that the server folds in before the run ends (p2p: local rounds)"
+        400, description="number of updates that the server folds in (p2p: of local rounds)"
     )
     versions: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="end the run when the server has changed its model so often, if earlier"
+        None, description="end the run early once the server has changed its model this many times"
     )
     messages: Annotated[int, Field(ge=2)] | None = Field(
         None,
-        description="end the run when so many models have been sent, in whichever direction, if "
-        "earlier",
+        description="end the run early once this many models have been sent, in either direction",
     )
     until: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="end the run at this simulated time, if that is earlier (seconds)"
+        None, description="end the run early at this simulated time (seconds)"
     )
     slots: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="clients that train at once (a tenth of them, at least 4; standalone: all)",
+        description="concurrency: clients that train at the same time (default: a tenth of them, "
+        "at least 4; standalone: all)",
     )
     refill: Refill | None = Field(
         None,
-        description="who is started when a slot falls free: idle, same or cohort "
-        "(the strategy's own choice)",
+        description="which client starts when a slot becomes free: idle, same or cohort "
+        "(default: the strategy's own choice)",
     )
-    devices: Spec = Field("two-speed", description=f"speeds: {', '.join(DEVICES)}")
-    network: Spec = Field("instant", description=f"links: {', '.join(NETWORKS)}")
-    dropout: Spec = Field("none", description=f"losses: {', '.join(DROPOUTS)}")
+    devices: Spec = Field("two-speed", description=f"client speeds: {', '.join(DEVICES)}")
+    network: Spec = Field("instant", description=f"network links: {', '.join(NETWORKS)}")
+    dropout: Spec = Field(
+        "none",
+        description=f"who is available, and which updates are lost or late: {', '.join(DROPOUTS)}",
+    )
     epochs: Annotated[int, Field(ge=1)] = Field(
-        _TASK.epochs, description="local epochs of one training"
+        _TASK.epochs, description="local epochs per training"
     )
     steps: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="local mini-batch steps, instead of epochs"
+        None, description="local mini-batch steps per training, instead of epochs"
     )
     batch_size: Annotated[int, Field(ge=1)] = Field(
-        _TASK.batch_size, description="samples in a mini-batch"
+        _TASK.batch_size, description="samples per mini-batch"
     )
     lr: Annotated[float, Field(gt=0)] = Field(_TASK.lr, description="local learning rate")
     lr_schedule: Spec = Field(
         "constant",
-        description="how the learning rate that clients are sent changes with the updates folded: "
+        description="how the local learning rate changes with the number of updates folded in: "
         f"{', '.join(SCHEDULES)}",
     )
     optimizer: Spec = Field(
         "sgd", description=f"local optimizer: {', '.join(OPTIMIZERS)}, each with its options"
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="local momentum (short for sgd:momentum=...; 0.9)"
+        None, description="local momentum (short for sgd:momentum=...; default: 0.9)"
     )
     weight_decay: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="local weight decay (short for the optimizer's option; 0.0001)"
+        None, description="local weight decay (short for the optimizer's option; default: 0.0001)"
     )
     keep_optimizer: bool = Field(
         False,
         description="clients keep the moments of their optimizer from one training to the next",
     )
     eval_every: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="evaluate after so many updates (a fortieth of the rounds)"
+        None, description="evaluate every N updates (default: a fortieth of the rounds)"
     )
     adapt_epochs: Annotated[int, Field(ge=0)] = Field(
-        5, description="epochs of local adaptation behind `accuracy_adapted`; 0: omit it"
+        5, description="epochs of local fine-tuning for the adapted metric; 0: omit it"
     )
     adapt_always: bool = Field(
         False, description="measure the adapted metric at every evaluation, not only at the end"
@@ -170,26 +173,27 @@ class RunConfig(BaseModel):
     )
     backend: BackendName = Field(
         "auto",
-        description="where trainings run: serial (this process), processes, ray, or auto (on all "
-        "processors if the run is not small)",
+        description="where trainings run: serial (this process), processes, ray, or auto "
+        "(processes unless the run is small)",
     )
     device: str = Field(
-        "cpu", description="what trainings are computed on: cpu, cuda, cuda:N, mps, or auto"
+        "cpu", description="device that trainings are computed on: cpu, cuda, cuda:N, mps, or auto"
     )
     workers: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="worker processes that train (as many as processors); no result changes"
+        None,
+        description="worker processes (default: one per processor); results do not depend on it",
     )
     bank: Literal["memory", "half", "int8", "disk"] = Field(
         "memory",
-        description="where a server keeps a vector per client: in memory, there in half precision "
-        "or in 8 bits (int8), or on disk (in the folder named by TMPDIR)",
+        description="where the server keeps its vectors per client: memory, memory in half "
+        "precision (half) or 8 bits (int8), or disk (in the folder named by TMPDIR)",
     )
     diagnose: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="measure, every so many updates, how much sampling noise, participation bias "
-        "and delay there is in the server's steps (strategies with one model; slow)",
+        description="measure, every N updates, how much sampling noise, participation bias and "
+        "delay there is in the server's steps (strategies with one model; slow)",
     )
-    seed: int = Field(0, description="decides everything that is random")
+    seed: int = Field(0, description="seed of everything that is random")
     check: bool = Field(False, description="verify the simulator's invariants while running")
     events: bool = Field(False, description="write every event to events.jsonl")
 
@@ -206,14 +210,14 @@ class RunConfig(BaseModel):
     def _renamed(cls, value: Any) -> Any:
         if value == "batched":
             raise PolytempoError(
-                "backend batched is a solver now: use --solver dense, and --backend serial or "
-                "processes for where it runs"
+                "backend batched is now a solver: use --solver dense, and --backend serial or "
+                "processes to say where it runs"
             )
         return value
 
     @pydantic.model_validator(mode="after")
     def _complete_optimizer(self) -> Self:
-        """What was said in short becomes an option of the optimizer."""
+        """The short forms become options of the optimizer."""
         assert isinstance(self.optimizer, dict)
         short = {name: getattr(self, name) for name in ("momentum", "weight_decay")}
         given = {name: value for name, value in short.items() if value is not None}
@@ -232,7 +236,7 @@ class RunConfig(BaseModel):
         return self.eval_every or max(1, self.rounds // 40)
 
     def settings(self) -> dict[str, Any]:
-        """As a folder keeps them: plain values, without what was left open."""
+        """As saved in a run's folder: plain values, without settings that were left open."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def make(self, field: str) -> Any:
@@ -240,7 +244,7 @@ class RunConfig(BaseModel):
         return _REGISTRIES[field].create(getattr(self, field))
 
     def ends(self) -> Ends:
-        """What ends the run, beside the rounds."""
+        """What ends the run, other than its rounds."""
         given = {name: getattr(self, name) for name in Ends.__annotations__}
         return cast(Ends, {name: value for name, value in given.items() if value is not None})
 
@@ -267,9 +271,9 @@ class RunConfig(BaseModel):
         return Parts(personal, frozen, self.buffers)
 
 
-EXECUTION = ("workers", "backend")  # what has no influence on any result
-# What may change when a run is resumed: how long it is, that it is no longer verified on the way,
-# and where its data are (which are known by their digest).
+EXECUTION = ("workers", "backend")  # has no influence on any result
+# What may change when a run is resumed: how long it is, whether it is verified along the way, and
+# where its data are (they are identified by their digest).
 RESUMABLE = (*EXECUTION, *("rounds", "versions", "messages", "until", "check", "data_dir"))
 # What is filled in when a run begins, if it was left open.
 FILLED = ("data_dir", "clients", "partition", "slots", "refill", "eval_every")
@@ -283,10 +287,10 @@ def difference(
     free: Iterable[str] = EXECUTION,
     strategy: Strategy | None = None,
 ) -> str | None:
-    """Is this the same run? The first setting in which the run that is wanted differs from one with
-    these settings, of those that are not `free`; None if there is none. What was left open, and is
-    filled in when a run begins, fits whatever was filled in. `strategy`: if it is at hand (it may
-    be of a class that cannot be imported)."""
+    """Is this the same run? The first setting, other than the `free` ones, in which the wanted run
+    differs from one with the `kept` settings; None if there is none. A setting that was left open,
+    to be filled in when a run begins, matches any value. `strategy`: the object, if there is one
+    (its class may not be importable)."""
     ours = wanted.settings()
     left = {name for name in FILLED if name not in ours}
     own = wanted.slots is not None and wanted.refill is None
@@ -323,7 +327,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise PolytempoError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PolytempoError(f"{path} is no valid TOML: {error}") from error
+        raise PolytempoError(f"{path} is not valid TOML: {error}") from error
     return {key.replace("-", "_"): value for key, value in found.items()}
 
 

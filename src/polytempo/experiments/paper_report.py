@@ -42,8 +42,8 @@ AGAINST = {
 
 
 def write_report(place: Place, dataset: str, command: str) -> Path | None:
-    """table.md, the plots and report.html of a data set: of every split of which something has been
-    run, by whatever call. None if there is nothing."""
+    """table.md, the plots and report.html of a data set: of every split with finished runs, from
+    whichever call. None if there are none."""
     experiment = place.experiment
     own = [column for column in experiment.columns if column.partition("/")[0] == dataset]
     results = {column: collect(place, column) for column in own}

@@ -66,7 +66,7 @@ class Method(_Part):
     strategy: str  # {rounds}, {cohorts}: the length of the run, in updates or in cohorts
     settings: dict[str, Any] = {}
     grid: dict[str, tuple[float, ...]] = {}  # options, each with the values that are tried
-    published_as: str | None = None  # the row whose published figures stand beside this one, too
+    published_as: str | None = None  # the row whose published figures this one is compared with too
     remark: str | None = None
 
 
@@ -188,8 +188,8 @@ class Experiment(_Part):
             for end in ("versions", "messages"):
                 if found.get(end) is not None:
                     raise PolytempoError(
-                        f"{self.name}: its runs end after {found[end]} {end}, too, so that "
-                        "--rounds would not say how long they are"
+                        f"{self.name}: its runs also end after {found[end]} {end}, so --rounds "
+                        "would not say how long they are; omit it"
                     )
             if "eval_every" in found and "rounds" in found:
                 interval = found["eval_every"] * self.rounds / found["rounds"]

@@ -31,7 +31,7 @@ from polytempo.training import AutogradSolver, Learner, Score
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
-PEER_SETTINGS = (  # those of a run that matter to a peer, beside its strategy
+PEER_SETTINGS = (  # those of a run that matter to a peer, in addition to its strategy
     *FEDERATION,
     *("model", "problem", "buffers", "personal", "freeze", "rounds", "messages", "batch_size"),
     *("lr", "optimizer", "momentum", "weight_decay", "eval_every", "seed"),
@@ -48,8 +48,8 @@ def client_of(id: str, client: int | None, clients: int) -> int:
         digits = id[len(id.rstrip("0123456789")) :]
         if not digits:
             raise PolytempoError(
-                f"whose data has peer {id!r}? Name a client with --client, or let the name end "
-                "with its number (peer-0)"
+                f"whose data does peer {id!r} have? Name a client with --client, or let the peer's "
+                "name end with its number (peer-0)"
             )
         client = int(digits)
     if not 0 <= client < clients:
@@ -76,7 +76,7 @@ def run_peer(
 ) -> dict[str, Any]:
     """Let a peer take part until its target, and write its folder; returns the figures.
 
-    `wait`: begin when all clients of the federation are there, or after half a minute.
+    `wait`: start once all clients of the federation are there, or after half a minute.
     """
     strategy = config.make("strategy")
     if strategy.engine != "peers":

@@ -49,12 +49,12 @@ class Group:
         assert config.clients is not None
         self.names = [f"peer-{number}" for number in range(config.clients)]
         if holds_run(out):
-            raise PolytempoError(f"{out} holds a run already; choose another --out, or delete it")
+            raise PolytempoError(f"{out} already holds a run; choose another --out, or delete it")
         for name, file in product(self.names, (STATE, INCARNATION)):
             if (out / name / file).exists():
                 raise PolytempoError(
-                    f"{out / name} holds a peer already ({file}), which this group would go on "
-                    "with; choose another --out, or delete it"
+                    f"{out / name} already holds a peer ({file}), which this group would resume; "
+                    "choose another --out, or delete it"
                 )
         self.out, self.watch, self.options = out, watch, options
         ports = free_ports(len(self.names))

@@ -1,10 +1,10 @@
-"""A paper's tables and figures, run again and set beside the published numbers.
+"""A paper's tables and figures, rerun and compared with the published numbers.
 
 All experiments of a paper share their runs: what one of them has run, another only reads. A run is
 in `<out>/<paper>/runs/<data set>-<split>/<row>/seed<n>`, and for every value of a grid in a folder
-between row and seed; nothing is run twice, and what was interrupted is gone on with
-(`compare.settle`). Where two columns ask for the very same run, it is copied. The tables are made
-from whatever runs are there.
+between row and seed; nothing is run twice, and what was interrupted is resumed
+(`compare.settle`). Where two columns ask for the same run, it is copied. The tables are made
+from the runs that are there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is n
 
 @dataclass(frozen=True)
 class Place:
-    """Where an experiment's runs and reports are. Quick ones are apart from all others, and so are
+    """Where an experiment's runs and reports are. Quick ones are kept apart from all others, as are
     those with another model or of another length."""
 
     out: Path
@@ -129,7 +129,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | None) -> None:
-    """Not after hours: say at once which data set is missing."""
+    """Say at once which data set is missing, not after hours."""
     missing = {info.name for info in available(data_dir) if not info.available}
     for column in columns:
         data = experiment.column(column)[0].settings["data"]
@@ -141,7 +141,7 @@ def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | No
 
 
 def collect(place: Place, column: str) -> dict[str, list[RunResult]]:
-    """All finished runs of a column, by row: whoever has run them, but only with these settings. Of
+    """All finished runs of a column with these settings, by row, whichever experiment ran them. Of
     a grid, those of the best value (among those that most seeds have been run with)."""
     found: dict[str, list[RunResult]] = {}
     for row in place.experiment.rows:
@@ -193,7 +193,7 @@ def legend(experiment: Experiment) -> str:
 
 
 def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
-    """One line a row: our figures as far as there are any, and the paper's beside them."""
+    """One line per row: our figures, where there are any, next to the paper's."""
     experiment = place.experiment
     target = experiment.column(column)[1].target
     clustered = known_of_clusters(results)

@@ -49,8 +49,8 @@ PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have
 
 @dataclass
 class RunResult:
-    """The figures of one run. `summary` is what result.json holds; every figure of it is an
-    attribute, too: `result.mse_best`, `result.simulated_time`.
+    """The figures of one run. `summary` is what result.json holds; each of its figures is also an
+    attribute: `result.mse_best`, `result.simulated_time`.
 
     What the metric is depends on the problem: `value` and `adapted` are its figures under any
     name.
@@ -92,7 +92,7 @@ class RunResult:
         return float("nan") if found is None else found
 
     def time_to(self, target: float) -> float | None:
-        """Simulated seconds until the handed models' metric first is as good as `target`; None if
+        """Simulated seconds until the handed models' metric is first as good as `target`; None if
         never."""
         return time_to(self.history, self.metric, target)
 
@@ -124,7 +124,7 @@ class RunResult:
     def model(self, client: int) -> dict[str, Tensor]:
         """The client's model as a state dict, to load into an `nn.Module` of the same kind."""
         if self.simulator is None:
-            raise PolytempoError("a result read from a folder holds no models; run it anew")
+            raise PolytempoError("a result read from a folder holds no models; run it again")
         layout = self.simulator.layout
         own = self.simulator.personal(client) if layout.personal else None
         layout.load(self.simulator.strategy.serve(client), own)

@@ -60,16 +60,16 @@ def simulate(
 
     `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
     `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
-    With `resume`, the run that this folder holds, if any, goes on from its checkpoint, bit for bit
-    as if it had never stopped: call it as before, perhaps for more rounds. Data, strategy and
-    settings must be those of the checkpoint; what was left open is as it was.
+    With `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
+    it had never stopped: call it as before, optionally for more rounds. Data, strategy and
+    settings must be those of the checkpoint; settings left open are as they were.
     """
     chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
     for name in (*FEDERATION, *(() if out else ("events",))):
         if name in settings:
             raise PolytempoError(
                 f"simulate: {name} is not a setting here; "
-                + ("it needs out=FOLDER" if name == "events" else "the federation is given already")
+                + ("it needs out=FOLDER" if name == "events" else "the federation is already given")
             )
     config = make_config({"rounds": rounds, **settings}, "simulate")
     truth = {
@@ -80,7 +80,7 @@ def simulate(
     config = config.model_copy(update=truth)
     if out is None:
         if resume:
-            raise PolytempoError("simulate: resume=True needs out=FOLDER, where the run was left")
+            raise PolytempoError("simulate: resume=True needs out=FOLDER, the folder of the run")
         config = resolve(config, federation, chosen)
         simulator = make_simulator(config, federation, model, chosen)
         peak_memory(reset=True)
@@ -142,15 +142,15 @@ def resume(
     observer: Attach | None = None,
     federation: Federation | None = None,
 ) -> RunResult:
-    """Go on with the run of a folder from its checkpoint (perhaps for more rounds, or with another
+    """Resume the run in a folder from its checkpoint (optionally for more rounds, or with another
     number of workers)."""
     if not (folder / "config.toml").exists():
         raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
     settings = read_config(folder / "config.toml")
     if str(settings.get("data", "")).startswith(GIVEN):
         raise PolytempoError(
-            f"{folder} was run from Python on data given there, which the folder does not hold; "
-            "resume it there: polytempo.simulate(..., out=FOLDER, resume=True)"
+            f"{folder} was run from Python on data that the folder does not hold; resume it from "
+            "Python: polytempo.simulate(..., out=FOLDER, resume=True)"
         )
     given = {"rounds": rounds, "workers": workers}
     settings |= {key: value for key, value in given.items() if value is not None}
@@ -165,7 +165,7 @@ def resume(
 
 
 def _checkpoint(folder: Path) -> State | None:
-    """What a run has left in its folder, if it came so far."""
+    """The checkpoint that a run has left in its folder, if it got that far."""
     return load_state(folder / CHECKPOINT) if (folder / CHECKPOINT).exists() else None
 
 
@@ -181,8 +181,8 @@ def _as_it_was(
     if name is not None:
         now = config.settings().get(name)
         raise PolytempoError(
-            f"the checkpoint was made with {name} = {before.get(name)!r}, now it is {now!r}; "
-            f"change {name} back to resume, or start another run in another folder"
+            f"the checkpoint was made with {name} = {before.get(name)!r}, but now it is {now!r}; "
+            f"change {name} back to resume, or start a new run in another folder"
         )
     left = [name for name in FILLED if getattr(config, name) is None and name not in RESUMABLE]
     return config.model_copy(update={name: before.get(name) for name in left})
@@ -200,7 +200,7 @@ def _go_on(
             simulator.load_state_dict(state)
         if simulator.round > config.rounds:
             raise PolytempoError(
-                f"{folder} has folded {simulator.round} updates already; ask for more "
+                f"{folder} has already folded {simulator.round} updates; ask for more "
                 f"--rounds than {config.rounds}"
             )
         return drive(simulator, config, folder, observer)
@@ -291,10 +291,10 @@ def _among_peers(
 ) -> Engine:
     if config.diagnose or config.refill not in (None, strategy.refill):
         name = "diagnose" if config.diagnose else "refill"
-        raise PolytempoError(f"{name} is about a server's steps, and p2p has no server: omit it")
+        raise PolytempoError(f"{name} is about a server's steps, but p2p has no server: omit it")
     if config.make("lr_schedule") != Constant():
         raise PolytempoError(
-            "lr_schedule counts a server's updates, and p2p has no server: set "
+            "lr_schedule counts a server's updates, but p2p has no server: set "
             "p2p:milestones=[0.5,0.75],gamma=0.1 instead"
         )
     peers = cast(P2P, strategy)  # whose engine this is
@@ -314,16 +314,16 @@ def _arithmetic(config: RunConfig, federation: Federation, module: nn.Module) ->
 
 
 def _must_be_new(folder: Path) -> None:
-    """A folder that holds a run already is left alone."""
+    """A folder that already holds a run is left alone."""
     if holds_run(folder):
         raise PolytempoError(
-            f"{folder} holds a run already; continue it with --resume {folder}, choose another "
+            f"{folder} already holds a run; continue it with --resume {folder}, choose another "
             "--out, or delete it"
         )
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether there is a run in this folder that could be read or gone on with."""
+    """Whether there is a run in this folder that could be read or resumed."""
     try:
         return (folder / CHECKPOINT).exists() or (folder / "result.json").exists()
     except NotADirectoryError as error:
@@ -374,7 +374,7 @@ def drive(
 
 @contextmanager
 def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[Callable[[], None]]:
-    """events.jsonl, one event a line; what a lost session wrote after its checkpoint is cut off.
+    """events.jsonl, one event per line; what a lost session wrote after its checkpoint is cut off.
     Yields the function that brings it up to date on disk."""
     if not config.events:
         yield lambda: None

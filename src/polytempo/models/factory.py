@@ -55,7 +55,7 @@ def _make(model: Model, inputs: Inputs) -> object:
         made = _from_name(model, inputs)
     elif isinstance(model, nn.Module):
         raise PolytempoError(
-            f"model {_called(model)} is a finished module; give what makes it: its class, or a "
+            f"model {_called(model)} is a finished module; give what makes one: its class, or a "
             "function such as lambda: copy.deepcopy(module)"
         )
     elif isinstance(model, ModelSpec) and not isinstance(model, type):
@@ -108,7 +108,7 @@ def _call(factory: Any, given: dict[str, Any], inputs: Inputs, called: str) -> o
     if len(needed) > 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
         raise PolytempoError(
             f"model {called} needs {', '.join(parameter.name for parameter in needed)}; "
-            "a factory may need nothing, or one positional argument, the Inputs; "
+            "a factory takes no arguments, or one positional argument, the Inputs; "
             "wrap it in a function that fills in the rest"
         )
     if needed[0].kind is inspect.Parameter.POSITIONAL_ONLY:

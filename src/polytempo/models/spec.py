@@ -16,7 +16,7 @@ class Inputs:
     """What the data demand of a model.
 
     shape:      of one sample: (features,), (channels, height, width), or (length,) for tokens
-    outputs:    how many numbers the last layer puts out: classes, labels, predicted numbers; for
+    outputs:    how many numbers the last layer outputs: classes, labels, predicted numbers; for
                 next-token, of every token of a sample
     vocabulary: how many different tokens there are (0 is padding), or None if the data are numbers
     problem:    "classification", "multilabel", "regression" or "next-token"
@@ -41,7 +41,7 @@ class Inputs:
         if self.vocabulary is not None and self.vocabulary < 2:
             raise PolytempoError(
                 f"a vocabulary of {self.vocabulary} leaves no words; it needs at least 2 "
-                "(token 0 is padding), or None for data that are no text"
+                "(token 0 is padding), or None for data that are not text"
             )
 
 

@@ -95,7 +95,7 @@ class TextCNN(Options):
     embedding: size of a word's vector
     widths:    how many words each kind of filter sees
     filters:   how many filters of each width
-    dropout:   share of the features that training leaves out at each step
+    dropout:   fraction of the features that training drops at each step
     """
 
     embedding: Positive = 192

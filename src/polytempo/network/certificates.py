@@ -1,9 +1,9 @@
 """A test authority and the certificates of its peers, for mutual TLS.
 
-Whoever holds a certificate of the authority is admitted, so the folder is a secret: a peer needs
-its own two files and `ca.pem`, and nobody else needs `ca.key`. A public deployment takes an
-authority of its own; what its certificates must have is what these have: the address of the peer
-as a subject's alternative name, and both usages, server and client.
+Anyone with a certificate from the authority is admitted, so the folder is a secret: a peer needs
+its own two files and `ca.pem`, and never `ca.key`. A public deployment uses its own authority;
+its certificates need what these have: the address of the peer as a subject alternative name, and
+both usages, server and client.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_certificates(
     for name in peers:
         if (folder / f"{name}.pem").exists():
             raise PolytempoError(
-                f"{folder} holds a certificate of {name!r} already; delete {name}.pem and "
+                f"{folder} already holds a certificate of {name!r}; delete {name}.pem and "
                 f"{name}.key, or choose another name"
             )
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,10 +52,10 @@ def make_certificates(
         signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except (OSError, ValueError) as error:
         raise PolytempoError(
-            f"the authority in {folder} cannot be read ({error}); give an empty folder"
+            f"the CA in {folder} cannot be read ({error}); give an empty folder"
         ) from error
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
-        raise PolytempoError(f"{folder}/ca.key was not made here; give an empty folder")
+        raise PolytempoError(f"{folder}/ca.key is not from Polytempo; give an empty folder")
     written = []
     for name, addresses in peers.items():
         key = ec.generate_private_key(ec.SECP256R1())

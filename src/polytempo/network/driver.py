@@ -1,7 +1,7 @@
 """One peer on the network: trains when its node says so, evaluates, and saves.
 
 The thread that calls `run` trains. It meets the rest only at the end of a round, when the node
-fuses what has come in and says whether to go on. So training never waits for the network.
+fuses what has come in and says whether to continue. So training never waits for the network.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PeerPlan:
     fusion: FusionRule
     target: int  # iterations of this peer
     steps: int = 5  # of a local round
-    messages: int | None = None  # stop when this peer has sent so many models
+    messages: int | None = None  # stop when this peer has sent this many models
     eval_every: int = 100  # local rounds
     save_every: int = 100  # local rounds
-    wait_for: int = 0  # begin when so many others are there ...
+    wait_for: int = 0  # start once this many others are there ...
     wait_seconds: float = 30.0  # ... or after so long
     exchange_timeout: float = 20.0  # seconds for a model each way
     pause: float = 0.0  # seconds after each local round: a slower machine
@@ -202,6 +202,6 @@ class Driver:
                 for found in (saved, self.fixed)
             )
             raise PolytempoError(
-                f"{self.folder.path} holds a peer that learnt with {was}, not with {now}; give the "
-                "same settings, or another --out"
+                f"{self.folder.path} holds a peer that was trained with {was}, not with {now}; "
+                "give the same settings, or another --out"
             )

@@ -2,7 +2,7 @@
 
 incarnation.json     grows at each start, and is written before the peer joins the network
 state.safetensors    model, momentum, progress and history, replaced as a whole
-events.jsonl         one event a line, of all incarnations
+events.jsonl         one event per line, of all incarnations
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Folder:
         self._lock = threading.Lock()
 
     def _next_incarnation(self) -> int:
-        """Larger than any before, even if the folder was lost: then the clock sees to it."""
+        """Larger than any before, even if the folder was lost: the clock makes sure of that."""
         file = self.path / INCARNATION
         try:
             found = json.loads(file.read_text()) if file.exists() else {"peer": self.peer}
             owner, last = found["peer"], int(found.get("incarnation", 0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PolytempoError(
-                f"{file} is not what a peer wrote ({error}); give another --out, or delete it"
+                f"{file} was not written by a peer ({error}); give another --out, or delete it"
             ) from error
         if owner != self.peer:
             raise PolytempoError(

@@ -60,7 +60,7 @@ Job = Callable[[], object]
 Record = Callable[..., None]  # record(event, **what): keeps a log
 _CLAIM, _EXCHANGE = "claim", "exchange"
 _YES, _NO = b"yes", b"no"
-_BESIDES = 2**20  # bytes: far more than a message has beside the model
+_BESIDES = 2**20  # bytes: far more than a message has in addition to the model
 _POLL = 0.02  # seconds between two looks at something that another thread brings about
 
 
@@ -135,7 +135,7 @@ class Link:
         return self._ask(job)
 
     def wait_for(self, others: int, seconds: float, stop: Callable[[], bool]) -> bool:
-        """Wait until so many other peers are there; whether they came in time."""
+        """Wait until this many other peers are there; returns whether they came in time."""
         end = time.monotonic() + seconds
         while len(self.present) < others and not stop():
             if time.monotonic() > end:
@@ -144,7 +144,7 @@ class Link:
         return True
 
     def leave(self) -> None:
-        """Take part no more, and wait for a pairing under way, which ends by its time-outs."""
+        """Stop taking part, and wait for a pairing under way, which its time-outs bound."""
         self.tell(Stop())
         while not self._ask(lambda: isinstance(self.node.phase, Idle)):
             time.sleep(_POLL)
@@ -258,8 +258,8 @@ class Link:
         if who.peer == me.peer:
             if isinstance(who, Identity) and stands and who.incarnation > me.incarnation:
                 raise PolytempoError(
-                    f"another process runs as {me.peer!r} now (incarnation {who.incarnation}, this "
-                    f"one is {me.incarnation}); give each peer an --id of its own"
+                    f"another process now runs as {me.peer!r} (incarnation {who.incarnation}, this "
+                    f"one is {me.incarnation}); give each peer its own --id"
                 )
         elif isinstance(who, Token):
             self._handle(Appeared(who) if stands else Vanished(who))
@@ -355,7 +355,7 @@ class Link:
             if answer is not None:
                 message = self._read(answer, weights=True)
                 if (message.by, message.token) != (token.owner, token):
-                    raise Refused(f"the answer of {message.by} is not of the owner of {token}")
+                    raise Refused(f"the answer of {message.by} is not from the owner of {token}")
                 snapshot = message.snapshot
         except Refused as error:
             self.record("refused", why=str(error))

@@ -35,7 +35,7 @@ class Certificates:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer listens, and whom it calls first (any peer of the run, better several)."""
+    """Where a peer listens, and whom it contacts first (any peers of the run, ideally several)."""
 
     listen: Sequence[str]
     connect: Sequence[str] = ()
@@ -43,7 +43,7 @@ class Address:
 
 
 def require_network() -> None:
-    """Say what is missing before anything is begun."""
+    """Say what is missing before anything starts."""
     for module in ("zenoh", "cryptography"):
         if importlib.util.find_spec(module) is None:
             raise PolytempoError(
@@ -52,9 +52,9 @@ def require_network() -> None:
 
 
 def open_session(address: Address, most_bytes: int = 2**30) -> zenoh.Session:
-    """Listen, and call the seeds; those that do not answer yet are called again, for ever.
+    """Listen, and call the seeds; those that do not answer yet are called again, forever.
 
-    No message is put together that has more than so many bytes.
+    Messages that would have more than this many bytes are not assembled.
     """
     require_network()
     import zenoh
@@ -68,8 +68,8 @@ def open_session(address: Address, most_bytes: int = 2**30) -> zenoh.Session:
     except zenoh.ZError as error:
         reason = str(error).partition(" at /")[0]
         raise PolytempoError(
-            f"cannot listen on {', '.join(address.listen)} ({reason}); choose a free port of an "
-            "address of this machine with --listen, and certificates that fit each other"
+            f"cannot listen on {', '.join(address.listen)} ({reason}); choose a free port on an "
+            "address of this machine with --listen, and certificates that belong together"
         ) from error
 
 
@@ -86,7 +86,7 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
             if len(found) == count:
                 return found
-    raise PolytempoError(f"this machine has no {count} free ports between 20000 and 32000")
+    raise PolytempoError(f"this machine lacks {count} free ports between 20000 and 32000")
 
 
 def settings(address: Address) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def settings(address: Address) -> dict[str, Any]:
         protocol, _, where = endpoint.partition("/")
         if protocol != ("tls" if secure else "tcp") or ":" not in where:
             raise PolytempoError(
-                f"{endpoint!r} is no address of a peer "
+                f"{endpoint!r} is not an address for a peer "
                 + ("with" if secure else "without")
                 + f" certificates; write it as {'tls' if secure else 'tcp'}/HOST:PORT"
             )
@@ -108,7 +108,7 @@ def settings(address: Address) -> dict[str, Any]:
         "listen/exit_on_failure": True,
         "connect/endpoints": list(address.connect),
         "connect/exit_on_failure": False,
-        "connect/timeout_ms": -1,  # call for ever, in the background (0 would be: once)
+        "connect/timeout_ms": -1,  # keep calling, in the background (0 would be: once)
         "connect/retry": {
             "period_init_ms": 200,
             "period_max_ms": 2_000,

@@ -41,8 +41,8 @@ def check_name(what: str, name: str) -> str:
     """A peer's or a run's name must fit into a key."""
     if not _NAMES.fullmatch(name):
         raise PolytempoError(
-            f"{what} {name!r} is no name: use up to 64 letters, digits, dots, hyphens and "
-            "underscores, a letter or digit first"
+            f"invalid {what} name {name!r}: use up to 64 letters, digits, dots, hyphens and "
+            "underscores, starting with a letter or digit"
         )
     return name
 
@@ -97,7 +97,7 @@ class Wire:
                 return Identity(peer, int(incarnation))
             case ["ticket", peer, incarnation, ticket] if _are_good(peer, incarnation, ticket):
                 return Token(peer, int(incarnation), int(ticket))
-        raise Refused(f"the presence token {key!r} has no name that a peer would give it")
+        raise Refused(f"the presence token {key!r} does not have a name that a peer would give it")
 
     def write(
         self, by: Identity, token: Token, snapshot: Snapshot | None = None
@@ -129,17 +129,17 @@ class Wire:
             where = ".".join(map(str, first["loc"])) or "header"
             raise Refused(f"{where}: {first['msg']}") from error
         if found.run != self.run:
-            raise Refused(f"it belongs to the run {found.run!r}, this is {self.run!r}")
+            raise Refused(f"it belongs to the run {found.run!r}; this is {self.run!r}")
         if found.model != self.model:
-            raise Refused("its sender trains another model; give all peers the same settings")
+            raise Refused("its sender trains a different model; give all peers the same settings")
         by, token = Identity(found.by, found.incarnation), Token(*found.token)
         snapshot = None
         if weights:
             if found.progress is None or found.iteration is None:
-                raise Refused("it brings weights without progress and iteration")
+                raise Refused("it carries weights without progress and iteration")
             snapshot = Snapshot(self._weights(payload), found.progress, found.iteration)
         elif payload:
-            raise Refused(f"it brings {len(payload)} bytes that nobody asked for")
+            raise Refused(f"it carries {len(payload)} bytes that nobody asked for")
         return Message(by, token, snapshot)
 
     def _weights(self, payload: bytes) -> Tensor:
@@ -148,14 +148,14 @@ class Wire:
         try:
             tensors = safetensors.torch.load(payload)
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-            raise Refused(f"its weights are no safetensors: {error}") from error
+            raise Refused(f"its weights are not in safetensors format: {error}") from error
         if set(tensors) != {"params"}:
-            raise Refused(f"it brings {sorted(tensors)}; only 'params' is read")
+            raise Refused(f"it carries {sorted(tensors)}; only 'params' is read")
         params = tensors["params"]
         if params.shape != (self.size,) or params.dtype != self.dtype:
             raise Refused(
                 f"its weights are {params.dtype} of shape {tuple(params.shape)}; "
-                f"{self.dtype} of shape {(self.size,)} was expected"
+                f"expected {self.dtype} of shape {(self.size,)}"
             )
         # As a server checks an update: NaN and infinity fail too, and mixing stays finite.
         if not float(torch.dot(params, params)) <= min(torch.finfo(self.dtype).max / 16, 1e150):

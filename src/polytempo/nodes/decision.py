@@ -37,7 +37,7 @@ DECISIONS: Registry[Decision] = Registry("decision maker", Decision)
 
 @DECISIONS.register("uniform")
 class AtRandom(Decision):
-    """Yes with probability `rate` / K: with the paper's rate of 2, one pair a round on average."""
+    """Yes with probability `rate` / K: at the paper's rate of 2, one pair per round on average."""
 
     rate: Annotated[float, Field(ge=0)] = 2.0
 

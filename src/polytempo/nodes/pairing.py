@@ -2,27 +2,27 @@
 (Sad et al.: Towards Asynchronous Peer-to-Peer Federated Learning, EuroMLSys 2025, Sec. 3).
 
 After a local round a peer may decide to communicate. If it knows somebody who is waiting for a
-partner it pairs with them; if not it becomes the one who waits ("pending"), tells all, and goes on
+partner it pairs with them; if not it becomes the one who waits ("pending"), tells all, and keeps
 training. The paper keeps the waiting peer's id in a slot that is replicated on all peers. Messages
 cross, so two peers can read the same id. Here the replicas are only *hints*, and the owner of a
 ticket alone decides who gets it:
 
 1. A peer that becomes pending announces a presence token: its name, its incarnation, and a ticket
-   that it never uses again. Whoever sees the token notes it as a hint.
+   that it never uses again. Every peer that sees the token notes it as a hint.
 2. A peer that wants a partner claims the smallest hint from its owner. The owner says yes to one
    claimer and withdraws the token; everybody else hears no at once. So a ticket has one claimer.
 3. The claimer sends its snapshot. The owner, if it still waits for this very claimer, queues the
-   fusion and answers with its own snapshot; then the claimer queues its fusion. So whoever claimed
-   and fused has a partner who fused before. The reverse cannot be promised: if the last answer is
+   fusion and answers with its own snapshot; then the claimer queues its fusion. So a claimer that
+   has fused has a partner that fused before. The reverse cannot be promised: if the last answer is
    lost, only the owner has fused (two parties cannot agree over a line that may fail).
 4. On a no, on silence and on death a claimer drops the hint, tries the next one, and becomes
    pending when none is left. An owner that granted stops waiting on the claimer's death or on a
-   deadline. So nobody waits for ever, whoever dies and whatever is lost.
+   deadline. So nobody waits forever, whoever dies and whatever is lost.
 5. Of two pending peers the larger name withdraws and claims the smaller. Only the larger one moves,
    so that they do not run past each other.
 6. Rule 5 fails if the announcement that should have told the larger one was lost, or if its claim
-   met silence and the hint was dropped: both would be pending for ever. So a peer that has been
-   pending for `patience` local rounds withdraws its token and seeks anew: it claims the smallest
+   met silence and the hint was dropped: both would be pending forever. So a peer that has been
+   pending for `patience` local rounds withdraws its token and seeks again: it claims the smallest
    hint, if it has any, and else announces a new ticket, which is news to all.
 
     IDLE -> PENDING -> GRANTED -> IDLE                   the owner of a ticket
@@ -30,8 +30,8 @@ ticket alone decides who gets it:
                        CLAIMING -> CLAIMING or PENDING   its claim was in vain
 
 An exchange ends with its answer, or with the news that none can come, and not with the owner's
-death: an owner that leaves in good order has sent its model before, and the news of its leave may
-overtake it. Whoever carries the exchange knows what is still under way; presence does not.
+death: an owner that leaves cleanly has sent its model before, and the news that it left may
+overtake the model. The transport of the exchange knows what is still under way; presence does not.
 
 Training never waits. The machine hands out the snapshot of the last round boundary and reports what
 it receives (`Paired`); when that is fused, and whether, is up to its `PeerNode`.
@@ -90,7 +90,7 @@ class Pairing:
     in order.
 
     `peers` is K, the number of members. `incarnation` must be larger at each start of this peer.
-    `patience`: local rounds after which a pending peer seeks anew.
+    `patience`: local rounds after which a pending peer seeks again.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Pairing:
         return []
 
     def stop(self) -> list[Action]:
-        """Take part no more. A pairing under way is finished: leave when the phase is Idle."""
+        """Stop taking part. A pairing under way is finished: leave when the phase is Idle."""
         self.stopped = True
         match self.phase:
             case Pending(token):
@@ -191,7 +191,7 @@ class Pairing:
         return []
 
     def vanished(self, token: Token) -> list[Action]:
-        """A token stands no more. (If we are claiming it, the answer is still to come.)"""
+        """A token no longer stands. (If we are claiming it, the answer is still to come.)"""
         after = token._replace(ticket=token.ticket + 1)
         self._oldest[token.peer] = max(after, self._oldest.get(token.peer, after))
         self._drop(token)
@@ -280,12 +280,12 @@ class Pairing:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there, as the same incarnation."""
+        """Resume from there, as the same incarnation."""
         saved = read(state["identity"])
         if saved != self.identity:
             raise PolytempoError(
-                f"the pairing of {tuple(saved)} cannot go on as {tuple(self.identity)}; a later "
-                "incarnation begins anew"
+                f"the pairing of {tuple(saved)} cannot continue as {tuple(self.identity)}; a later "
+                "incarnation starts afresh"
             )
         self.phase = read(state["phase"])
         self.hints = {token.peer: token for token in map(read, state["hints"])}

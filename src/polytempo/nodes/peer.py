@@ -8,9 +8,9 @@ thread; events in, actions out.
    that moment, so that no local step is overwritten; then others get to see the model.
 3. *A fusion is applied only if a local round follows it.* Where peers hold different data, a model
    that was mixed and not trained on can be far worse than either of the two. So a peer that has
-   reached its target, has spent its budget or was told to stop fuses no more: what comes in, or
+   reached its target, has spent its budget or was told to stop no longer fuses: what comes in, or
    waits in the inbox, is discarded. A pairing under way is still finished, with the model as it
-   stands, so that the partner, who trains on, gets what it was promised.
+   stands, so that the partner, which keeps training, gets what it was promised.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Learner(Protocol):
         """Steps taken so far."""
 
     def fuse(self, params: Tensor) -> None:
-        """Go on from other weights."""
+        """Continue from other weights."""
 
     def state_dict(self) -> State: ...
 
@@ -110,7 +110,7 @@ class PeerNode:
 
     @property
     def stopped(self) -> bool:
-        """Whether it trains and pairs no more."""
+        """Whether it has stopped training and pairing."""
         return self.pairing.stopped
 
     def handle(self, event: Event) -> list[Action]:
@@ -170,11 +170,11 @@ class PeerNode:
     # -- saving ---------------------------------------------------------------------------------
 
     def lasting_state(self) -> State:
-        """What a later incarnation goes on from: nothing of what is said to this one."""
+        """What a later incarnation resumes from: nothing of what is said to this one."""
         return {"learner": self.learner.state_dict(), "counts": asdict(self.counts)}
 
     def state_dict(self) -> State:
-        """All that this incarnation goes on from, pairings under way included."""
+        """All that this incarnation resumes from, pairings under way included."""
         return {
             **self.lasting_state(),
             "pairing": self.pairing.state_dict(),
@@ -182,12 +182,12 @@ class PeerNode:
         }
 
     def load_lasting_state(self, state: State) -> None:
-        """Go on where an earlier incarnation was."""
+        """Resume where an earlier incarnation was."""
         self.learner.load_state_dict(state["learner"])
         self.counts = Counts(**state["counts"])
 
     def load_state_dict(self, state: State) -> None:
-        """Go on as if nothing had happened."""
+        """Resume as if nothing had happened."""
         self.load_lasting_state(state)
         self.pairing.load_state_dict(state["pairing"])
         self.inbox = [read(fusion) for fusion in state["inbox"]]

@@ -62,7 +62,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Pending:
-    """Waits to be claimed, for so many local rounds by now."""
+    """Waits to be claimed, and has done so for this many local rounds."""
 
     token: Token
     rounds: int = 0
@@ -116,7 +116,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Stop:
-    """Take part no more. A pairing under way is finished: leave when the phase is Idle."""
+    """Stop taking part. A pairing under way is finished: leave when the phase is Idle."""
 
 
 # -- events: presence ---------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Appeared:
 
 @dataclass(frozen=True)
 class Vanished:
-    """A token stands no more. (If we are claiming it, the answer is still to come.)"""
+    """A token no longer stands. (If we are claiming it, the answer is still to come.)"""
 
     token: Token
 
@@ -232,7 +232,7 @@ class Claim:
 @dataclass(frozen=True)
 class Exchange:
     """Send our snapshot to `token.owner`; report `ExchangeAnswered`, with None as soon as no answer
-    can come any more (the owner died before it had sent one), after `timeout` at the latest."""
+    can come (the owner died before it had sent one), after `timeout` at the latest."""
 
     token: Token
     snapshot: Snapshot
@@ -241,7 +241,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class SetDeadline:
-    """Report `DeadlinePassed(token)` after so many seconds. It need not be cancelled."""
+    """Report `DeadlinePassed(token)` after this many seconds. It need not be cancelled."""
 
     token: Token
     seconds: float
@@ -267,8 +267,8 @@ class AnswerExchange:
 
 @dataclass(frozen=True)
 class Train:
-    """Begin a local round of so many steps, from the learner's present model; report `RoundEnded`.
-    An answer without it: the peer trains no more."""
+    """Begin a local round of this many steps, from the learner's present model; report
+    `RoundEnded`. If an answer lacks it, the peer no longer trains."""
 
     steps: int
 
@@ -295,7 +295,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Discarded:
-    """It has not been, because the peer trains no more."""
+    """It has not been, because the peer no longer trains."""
 
     fusion: Fusion
 

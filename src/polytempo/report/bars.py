@@ -1,4 +1,4 @@
-"""Our figures beside published ones: bars, and accuracy against time."""
+"""Our figures next to published ones: bars, and accuracy against time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Bar:
 
 
 def plot_bars(bars: Mapping[str, Bar], path: str | Path, title: str) -> Path:
-    """Two bars a method, handed and adapted, and a line where the paper's figure is."""
+    """Two bars per method, handed and adapted, and a line where the paper's figure is."""
     if not bars:
         raise PolytempoError("no bars to draw; run something first")
     with canvas(path, 8.0, 1.4 + 0.5 * len(bars)) as figure:

@@ -15,7 +15,7 @@ from polytempo.report.canvas import INK, QUIET, bare, canvas
 
 Array = NDArray[Any]
 Change = tuple[int, float, int, int]  # round, time, client, cluster
-# Ten that can be told apart beside each other; what is beyond the ten largest clusters is grey.
+# Ten that can be told apart side by side; all but the ten largest clusters are grey.
 COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"),
     *("#d55e00", "#7f3c8d", "#f0e442", "#1f2328", "#a5673f"),
@@ -32,10 +32,10 @@ def plot_clusters(
     path: str | Path,
     groups: Array | None = None,
 ) -> Path:
-    """One strip a client, in the colour of its cluster, from the first to the last update. Clients
-    are in order of their true groups, and there of the clusters where they end."""
+    """One strip per client, in the colour of its cluster, from the first to the last update.
+    Clients are ordered by true group, and within a group by their final cluster."""
     if not changes or rounds < 1:
-        raise PolytempoError("no clusters to draw; let the run go on for more updates")
+        raise PolytempoError("no clusters to draw; run for more updates")
     grid = strips(changes, clients, rounds)
     order = np.lexsort((grid[:, -1], np.zeros(clients) if groups is None else groups))
     area = Counter(grid[grid >= 0].tolist())
@@ -92,7 +92,7 @@ def plot_similarity(
 ) -> Path:
     """How alike clients are, a few times over the run, on one scale of colours."""
     if not matrices:
-        raise PolytempoError("no likeness to draw; let the run go on for more updates")
+        raise PolytempoError("no similarities to draw; run for more updates")
     chosen = np.unique(np.linspace(0, len(matrices) - 1, min(PANELS, len(matrices))).round())
     panels = [matrices[int(k)] for k in chosen]
     clients = len(panels[0][2])

@@ -43,8 +43,8 @@ class Curve:
         sizes += [len(self.versions)] if self.versions else []
         if len(set(sizes)) != 1 or not sizes[0]:
             raise PolytempoError(
-                "a curve needs equally many times, rounds, messages, values (and versions), at "
-                f"least one, but has {', '.join(map(str, sizes))}; evaluate the run at least once"
+                "a curve needs as many times as rounds, messages, values (and versions), at least "
+                f"one, but has {', '.join(map(str, sizes))}; evaluate the run at least once"
             )
 
 

@@ -24,7 +24,7 @@ def plot_diagnosis(
     """The three error terms over time, as shares of the squared gradient, and the share of each
     client in all steps, in order."""
     if not rows:
-        raise PolytempoError("nothing was diagnosed; let the run go on for more updates")
+        raise PolytempoError("nothing was diagnosed; run for more updates")
     rounds = [row["round"] for row in rows]
     with canvas(path, 9.6, 3.9) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))

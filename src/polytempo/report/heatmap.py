@@ -18,7 +18,7 @@ ACROSS = 3  # panels in a row
 def plot_heatmaps(
     panels: Mapping[str, Panel], path: str | Path, *, x: str, y: str, title: str = ""
 ) -> Path:
-    """One map a label, all on one scale of colours. What is missing stays white.
+    """One map per label, all on one colour scale. What is missing stays white.
 
     Values of x and y stand in the order in which they first come.
     """

@@ -60,7 +60,7 @@ def write_html(
     intro:    text; an empty line begins a new paragraph
     table:    one mapping from column to text per row; a column that a row lacks stays empty
     images:   (caption, file) pairs, PNG or SVG, copied into the page
-    settings: what the result was made with; values that are no text are written as JSON
+    settings: what the result was made with; values that are not text are written as JSON
     command:  what to type to make the result again
     """
     parts = [f"<h1>{escape(title)}</h1>"]
@@ -117,7 +117,7 @@ def _figure(caption: str, image: Path) -> str:
     kind = _TYPES.get(image.suffix.lower())
     if kind is None:
         raise PolytempoError(
-            f"{image.name!r} cannot stand in an HTML report; draw it as {' or '.join(_TYPES)}"
+            f"{image.name!r} cannot go into an HTML report; draw it as {' or '.join(_TYPES)}"
         )
     try:
         data = base64.b64encode(image.read_bytes()).decode("ascii")

@@ -13,7 +13,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.report.canvas import INK, PALETTE, QUIET, bare, canvas
 
 Ints = NDArray[np.int64]
-FEW = 40  # up to so many clients each is named on the axis
+FEW = 40  # up to this many clients, each is named on the axis
 
 
 def plot_graph(weights: Any, path: str | Path, groups: Any = None) -> Path:

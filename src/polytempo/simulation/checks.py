@@ -14,7 +14,7 @@ from polytempo.simulation.extension import Extension, Key
 
 
 class InvariantError(AssertionError):
-    """The simulator broke one of its promises: a bug of ours, not of the user."""
+    """The simulator broke one of its promises: our bug, not the user's mistake."""
 
 
 class Clock(Extension):

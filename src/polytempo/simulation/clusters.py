@@ -25,7 +25,7 @@ DRAWN = 2_000  # nor are plots of more clients drawn; the graph, besides, is den
 
 
 class Clusters(Extension):
-    """Looks at the strategy's clusters after every update. Of one without, nothing is kept.
+    """Looks at the strategy's clusters after every update. If it has none, nothing is kept.
 
     `changes` holds (round, time, client, cluster), one for each client whose cluster has changed;
     `matrices` holds (round, time, matrix).

@@ -29,8 +29,8 @@ def _in_order(low: float, high: float) -> None:
 
 
 class Devices(Options):
-    """Base of the device models: `unit` seconds a sample, times the device's factor, times a
-    jitter of up to `jitter` drawn anew at each dispatch."""
+    """Base of the device models: `unit` seconds per sample, times the device's factor, times a
+    jitter of up to `jitter` drawn at each dispatch."""
 
     unit: Positive = 0.001
     jitter: Annotated[float, Field(ge=0)] = 0.1

@@ -11,9 +11,9 @@ A method with a single model moves it by `-eta u`, where u should be the gradien
 with ubar what u would be if clients took every step on all of their data, and `grad F(w_stale)` the
 mean over all clients of the exact gradient at the model behind each client's latest upload.
 
-The strategy itself says what ubar and eta are, so that this works for all of them: beside the real
-strategy run *shadows* of it, objects of the same class that get the same calls with other numbers.
-One is fed with such exact uploads: its steps are `-eta ubar`. One lives in n dimensions, where
+The strategy itself says what ubar and eta are, so this works for all of them: *shadows* of the
+strategy run alongside it, objects of the same class that get the same calls with other numbers.
+One is given such exact uploads: its steps are `-eta ubar`. One lives in n dimensions, where
 client i's gradient is the i-th unit vector: its steps say with which weight each client counts, and
 their sum is eta. Nothing of this touches the run.
 
@@ -49,9 +49,9 @@ TERMS = ("noise", "bias", "delay", "error", "gradient")  # squared lengths
 
 
 class Diagnosis(Extension):
-    """Lets the shadows run along, and measures.
+    """Runs the shadows alongside the strategy, and measures.
 
-    `rows` holds a measurement for the first step after every so many arrivals, `influence` each
+    `rows` holds a measurement for the first step after every N arrivals, `influence` each
     client's share in all steps so far.
     """
 
@@ -63,7 +63,7 @@ class Diagnosis(Extension):
         if not self.strategy.single_model:
             raise PolytempoError(
                 f"--diagnose needs a strategy with one model for all; {self.strategy.name} has one "
-                "for each client"
+                "per client"
             )
         context = dataclasses.replace(simulator.server.context, storage=PLAIN_STORAGE)
         self.clients = context.clients

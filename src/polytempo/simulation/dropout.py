@@ -30,8 +30,8 @@ class Change:
     available: bool
     latency: float | None = None
     for_good: bool = False  # it leaves in the middle of its training and never comes back
-    version: int | None = None  # not at `time`, but when the server has changed its model so often
-    round: int | None = None  # not at `time`, but when so many updates are folded
+    version: int | None = None  # not at `time`, but at this version of the server's model
+    round: int | None = None  # not at `time`, but when this many updates are folded
 
     @property
     def timed(self) -> bool:
@@ -135,8 +135,8 @@ class Trace(Dropout):
     """Availability from a CSV file with the columns `client,time,available` and, if wanted,
     `latency`: the seconds that a training lasts from then on (empty: the device model's).
 
-    A client that becomes unavailable while it trains goes on, but its upload waits until it is
-    available again (for ever, if it never is). Clients not named in the file are always there.
+    A client that becomes unavailable while it trains continues, but its upload waits until it is
+    available again (forever, if it never is). Clients not named in the file are always there.
     """
 
     path: str
@@ -150,7 +150,7 @@ class Trace(Dropout):
                 if missing:
                     raise PolytempoError(
                         f"trace {self.path}: no column {', '.join(sorted(missing))}; "
-                        "wanted: client,time,available and optionally latency"
+                        "expected: client,time,available and optionally latency"
                     )
                 return [self._read(reader.line_num, row) for row in reader]
         except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -169,8 +169,8 @@ class Trace(Dropout):
             return Change(time, int(row["client"]), available, latency)
         except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise PolytempoError(
-                f"trace {self.path}, line {line}: cannot read {dict(row)}; wanted a client number, "
-                "a time in seconds, available 0 or 1, and a latency above 0 or nothing"
+                f"trace {self.path}, line {line}: cannot read {dict(row)}; expected a client "
+                "number, a time in seconds, available 0 or 1, and a latency above 0 or nothing"
             ) from error
 
     def changes(self, clients: int, seed: int) -> list[Change]:

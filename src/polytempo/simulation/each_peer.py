@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class EachPeer(Extension):
-    """What the simulator of peers has to show beside what all runs have."""
+    """What the simulator of peers has to show, on top of what all runs have."""
 
     name = "peers"
 

@@ -40,7 +40,7 @@ P = ParamSpec("P")
 
 
 class World(TypedDict, total=False):
-    """What all engines may be told, beside federation, module and strategy."""
+    """What all engines may be told, in addition to federation, module and strategy."""
 
     task: Task | None
     devices: Devices | None
@@ -164,7 +164,7 @@ class Engine:
         until: float = math.inf,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Go on until `rounds` trainings are done (in total), what is served has changed `versions`
+        """Run until `rounds` trainings are done (in total), what is served has changed `versions`
         times, `messages` models have been sent, the clock passes `until`, nobody is left, or
         `stop()` says so between two events. Returns False in that last case."""
         self.limit, self.budget = rounds, messages
@@ -313,16 +313,16 @@ class Engine:
     # -- extensions ------------------------------------------------------------------------------
 
     def extend(self, extension: Extension) -> None:
-        """Hang an extension onto the run, before it begins or is restored."""
+        """Attach an extension to the run, before it begins or is restored."""
         if extension.name in self.extensions:
-            raise PolytempoError(f"this run has an extension {extension.name!r} already")
+            raise PolytempoError(f"this run already has an extension {extension.name!r}")
         self.extensions[extension.name] = extension
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         """All that the rest of the run depends on, what is under way included; as it is, so save or
-        copy it before the engine goes on."""
+        copy it before the engine continues."""
         return {
             "format": FORMAT,
             "data": self.federation.digest,
@@ -347,18 +347,18 @@ class Engine:
         if state.get("format") != FORMAT:
             raise PolytempoError(
                 f"the checkpoint has format {state.get('format')}, this version reads {FORMAT}; "
-                "start the run anew"
+                "start a new run"
             )
         if state["data"] != self.federation.digest:
             raise PolytempoError(
-                f"the checkpoint was made on other data than {self.federation.description} now "
-                "is; bring the old files back, or start the run anew"
+                f"the checkpoint was made on data other than the present "
+                f"{self.federation.description}; restore the old files, or start a new run"
             )
         missing = self.extensions.keys() - state["extensions"].keys()
         if missing:
             raise PolytempoError(
                 f"the checkpoint was made without the {sorted(missing)[0]}, which must see a run "
-                "from its beginning; resume without it, or start the run anew"
+                "from its beginning; resume without it, or start a new run"
             )
         self.time, self.counter = state["time"], state["counter"]
         self.queue = [tuple(item) for item in state["queue"]]
@@ -391,7 +391,7 @@ class Engine:
         *fields: P.args,
         **named: P.kwargs,
     ) -> None:
-        """Tell everybody of an event: its class, and what it has beside the common head."""
+        """Tell everybody of an event: its class, and its fields beyond the common head."""
         event = kind(self.events, self.time, self.round, self.version, *fields, **named)
         self.events += 1
         chained = self.fingerprint + events.to_json(event)

@@ -1,4 +1,4 @@
-"""What may be hung onto a run: it watches, keeps what it has seen, and shows it afterwards.
+"""What can be attached to a run: it watches, keeps what it has seen, and shows it afterwards.
 
 An engine has any number of extensions. It tells each of what happens, asks each for figures, tables
 and plots, and saves and restores each along with itself; it knows nothing else about them.

@@ -20,7 +20,7 @@ MODELS = ("dispatch", "upload", "multicast", "exchange")  # kinds of messages th
 
 
 def models_sent(messages: Mapping[str, Any]) -> int:
-    """All messages that carry a model, from counts by kind (kinds that do not occur may lack)."""
+    """All messages that carry a model, from counts by kind (kinds may be missing)."""
     return sum(int(messages.get(kind, 0)) for kind in MODELS)
 
 
@@ -34,14 +34,14 @@ def over_clients(scores: Sequence[Score], problem: Problem) -> dict[str, float |
     """
     tested = [score for score in scores if score.total]  # a client of one sample has no test split
     if not tested:
-        raise PolytempoError("no client has a sample to be tested on; use fewer clients")
+        raise PolytempoError("no client has a test sample; use fewer clients")
     metric, *others = problem.metrics
     pooled = merged(tested)
     each = _defined([metric.value(score.sums) for score in tested])
     if not len(each):
         raise PolytempoError(
             f"{metric.name} is not defined (NaN) for any client; use fewer clients, so that each "
-            "has more test samples, or let the problem begin with another metric"
+            "has more test samples, or list another metric first in the problem"
         )
     with np.errstate(invalid="ignore"):  # a perplexity may be infinite
         apart = float(each.std())
@@ -79,7 +79,7 @@ def time_to(history: Sequence[Row], metric: MetricInfo, target: float) -> float 
 
 
 def convergence_time(history: Sequence[Row], metric: MetricInfo) -> float | None:
-    """When the run had got where it ended: the first time from which on the smoothed metric (mean
+    """When the run had reached its final level: the first time from which the smoothed metric (mean
     of the last 3 evaluations) stays near its final level: within 0.01 of a share, within 1% of
     anything else."""
     if len(history) <= LAST:

@@ -1,4 +1,4 @@
-"""Clients that join late, reported apart."""
+"""Clients that join late, reported separately."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ Theory of operation
    are a few bytes) or after the time that a model takes over the slower of the two links. Time-outs
    are events for the node itself; those that have lost their meaning do not move the clock.
 4. A peer that is away is dead to the others, and an exchange with it breaks off. When it comes back
-   it has its weights, momentum and place in the schedule, begins its local round anew, and is a new
+   it has its weights, momentum and place in the schedule, restarts its local round, and is a new
    incarnation.
-5. Models sent are counted when they are sent: two for each pairing. No pairing is begun that the
-   budget (of all peers together) cannot pay; the run ends with the one that spends it, and what its
+5. Models are counted when they are sent: two per pairing. No pairing is begun that the budget (of
+   all peers together) cannot cover; the run ends with the one that spends it, and what its
    two peers have then received and not yet fused is lost, as it is for a peer at its target.
 """
 
@@ -77,7 +77,7 @@ from polytempo.strategies.p2p import P2P
 from polytempo.training import PERSONAL, Exam, Job, Learner, Score
 
 CHANGE, DELIVER, TIMEOUT, ROUND = 0, 1, 2, 3  # priorities at equal times
-CLAIM_SECONDS, EXCHANGE_SECONDS = 3.0, 20.0  # time-outs; the second beside what a model takes
+CLAIM_SECONDS, EXCHANGE_SECONDS = 3.0, 20.0  # time-outs; the second on top of a model's own time
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class PeerSimulator(Engine):
         strategy.setup(self.context)
         if not all(change.timed for change in self.changes):
             raise PolytempoError(
-                "dropout leave:version=... and join:round=... count what a server does, and p2p "
-                "has no server; say when with at=SECONDS"
+                "dropout leave:version=... and join:round=... count what a server does, but p2p "
+                "has no server; use at=SECONDS"
             )
         self.slots, self.refill = clients, strategy.refill
         self.messages.update(exchange=0, claim=0, announce=0)
@@ -169,8 +169,8 @@ class PeerSimulator(Engine):
         return self.pairings
 
     def is_over(self) -> bool:
-        """Whether the rounds are done; or no pairing can be paid any more, or everybody has reached
-        the target, and no model is on its way."""
+        """Whether the rounds are done; or the budget covers no further pairing, or everybody has
+        reached the target, and no model is on its way."""
         spent = self.sent + self.answers + 2 > self.budget
         done = all(
             learner.iteration >= self.target or client in self.lost
@@ -426,9 +426,9 @@ class PeerSimulator(Engine):
         super().load_state_dict(state)
         if state["target"] != self.target:
             raise PolytempoError(
-                f"the peers were on their way to {state['target']} iterations, with the learning "
-                f"rates that belong to it, and not to {self.target}; leave --rounds as it was, or "
-                "start anew"
+                f"the peers were on their way to {state['target']} iterations, on the matching "
+                f"learning-rate schedule, not to {self.target}; leave --rounds as it was, or "
+                "start a new run"
             )
         self.incarnations = state["incarnations"]
         for client, saved in state["nodes"].items():

@@ -1,7 +1,7 @@
 """`--check`: would a strategy resume as it was? Tried out while it runs.
 
-Whatever a strategy must remember is listed in its `state`. An attribute that is forgotten there is
-as it was at the beginning after a restart, and the run goes on wrongly without a word. So, before
+Whatever a strategy must remember is listed in its `state`. An attribute that is missing there has
+its initial value after a restart, and the run silently continues wrongly. So, before
 each message of the first updates (and of one in many later on), the server is saved and restored
 into a *twin* with a fresh strategy, which gets the same message. Both must answer and serve the
 same, bit for bit. Since it is done again before each message, a difference shows as soon as what
@@ -23,8 +23,8 @@ from polytempo.core.messages import Action, Dispatch, Update
 from polytempo.core.server import Server
 from polytempo.core.strategy import Strategy
 
-FIRST, EVERY = 32, 64  # each message of so many updates is tried out, then those of one in so many
-CLIENTS = 50  # of so many it is looked at what they are served
+FIRST, EVERY = 32, 64  # messages of the first 32 updates are tried out, then of one in 64
+CLIENTS = 50  # number of clients whose served model is compared
 T = TypeVar("T")
 
 

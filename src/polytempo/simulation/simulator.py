@@ -17,9 +17,9 @@ Theory of operation
    the new model: the schedule of batches stays the same. If no step is left, it is missed, and the
    upload answers the older dispatch.
 5. Evaluation and adaptation happen outside the clock and leave no trace in the run's state. They
-   come every so many rounds; of a synchronous method, when the cohort is complete that reaches the
-   round, so that a model is not dated later than it was there. Metrics are over the clients that
-   are there or have been: a newcomer counts from when it joins.
+   come at fixed intervals of rounds; of a synchronous method, when the cohort that reaches the
+   round is complete, so that a model is not dated later than it was there. Metrics are over the
+   clients that are or have been there: a newcomer counts from when it joins.
 6. Every event (`core/events.py`) goes to the extensions (invariant checker, clusters), to the
    observers (event log, progress bar) and into a running fingerprint: two runs with equal
    fingerprints did the same, bit for bit.
@@ -65,8 +65,8 @@ CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
 
 
 def slots_of(strategy: Strategy, clients: int, slots: int | None, refill: Refill | None) -> int:
-    """Clients that train at once: as many as were asked for, else a tenth; all, if it is the
-    strategy's way that everybody trains all the time."""
+    """Clients that train at once: as many as were asked for, else a tenth; all, if in this strategy
+    everybody trains all the time."""
     if strategy.all_slots and refill is None:
         return clients
     return min(clients, max(4, math.ceil(clients / 10))) if slots is None else slots
@@ -186,8 +186,8 @@ class Simulator(Engine):
         self._counted(self.server.round, version)
 
     def _counted(self, round_: int, version: int) -> None:
-        """The counters were these, and have gone up perhaps. Who comes or goes with a round, or a
-        version of the model, does so now; and evaluations are due with rounds."""
+        """The counters were these, and may have gone up. Clients that come or go with a round, or a
+        version of the model, do so now; and evaluations are due with rounds."""
         server = self.server
         passed = {
             "round": range(round_ + 1, server.round + 1),
@@ -293,7 +293,7 @@ class Simulator(Engine):
         flight.ticket = self._push(possible, ARRIVE, flight.job.client, flight.first, flight.number)
 
     def _deliver(self, client: int, first: int, number: int) -> None:
-        """A multicast reaches the client, in training or not any more."""
+        """A multicast reaches the client, which may no longer be in training."""
         multicast = self.transit.pop(number)
         flight = self.flights.get(client)
         if flight is not None and flight.first == first:

@@ -1,4 +1,4 @@
-"""The algorithms, one file each, readable beside their papers."""
+"""The algorithms, one file each, to be read alongside their papers."""
 
 from polytempo.core.strategy import STRATEGIES, Strategy
 from polytempo.strategies.ace import ACE, ACED, ACE8bit, ACED8bit, ACEIncremental

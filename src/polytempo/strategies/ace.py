@@ -32,21 +32,21 @@ class ACE(GradientStrategy):
         u    = (1 / n) sum_i U_i
         w   <- w - eta u
     so that a client has the same influence however often it reports: use it where clients differ
-    in data and speed. It is the server's memory that pays, with one vector per client (`--bank
-    half`, or ace-8bit). A client that has gone for good keeps its influence: aced forgets it.
+    in data and speed. The price is server memory: one vector per client (reduced by `--bank half`
+    or ace-8bit). A client that has left for good keeps its influence: aced forgets it.
 
     `server_lr`: eta, 0.2 sqrt(n / T) in the paper. `local_steps`: of a client, 1 in the paper; with
     more, g is the sum of their gradients (plain SGD, whatever the task's momentum).
     `start`: the paper begins with one gradient of every client at the initial model, and then takes
-    its first step. "all" does so: every client is sent the initial model at first, and the first
-    step is taken as soon as nobody in training is still to report for the first time (who leaves
-    before is not waited for). Who reports earlier is sent the initial model again, and its newest
-    gradient counts. That takes long if delays vary: about n ln n updates if they are exponential,
-    500 for 100 clients. "first" steps from the first update on. In any case the mean is over the
-    clients that have ever reported; from when all have, both are the same method.
+    its first step. "all" does so: every client is first sent the initial model, and the first step
+    is taken once every client in training has reported at least once (clients that leave earlier
+    are not waited for). A client that reports again before then is sent the initial model again,
+    and its newest gradient counts. That takes long if delays vary: about n ln n updates if they are
+    exponential, 500 for 100 clients. "first" takes steps from the first update on. In either case
+    the mean is over the clients that have ever reported; once all have, the two are the same.
 
-    An arrival costs O(d), for the sum of the cache is kept; in double precision, in which it does
-    not drift away from the single precision of its parts.
+    An arrival costs O(d), since the sum of the cache is kept, in double precision so that it does
+    not drift away from its single-precision parts.
 
     Where we depart from the paper: at its first step it sends the new model to all; here, those in
     training finish with the initial model, and are sent the new one when they report.
@@ -120,8 +120,8 @@ class ACEIncremental(ACE):
         w <- w - eta u
     The same models as ace's, but for rounding.
 
-    Clients of this library have no memory between two trainings. What a client would remember is
-    kept beside the server, in a bank, and travels with the model as the anchor of a `Drift`
+    Clients of this strategy keep nothing between trainings. What a client would remember is
+    kept next to the server, in a bank, and travels with the model as the anchor of a `Drift`
     objective, which adds -g_prev to the gradient: what is uploaded is the difference. So nothing is
     saved here, neither memory nor traffic (a dispatch has twice the size): this is for studying the
     rule. And a client's memory changes when the server has the upload, not when it was sent, so
@@ -134,7 +134,7 @@ class ACEIncremental(ACE):
         if self.local_steps > 1:
             raise PolytempoError(
                 f"ace-incremental takes one local step, got local_steps={self.local_steps}; "
-                "ace takes more"
+                "use ace for more"
             )
 
     def task(self, client: int) -> Task:
@@ -150,7 +150,7 @@ class ACEIncremental(ACE):
 
 @STRATEGIES.register("aced")
 class ACED(ACE):
-    """ACE that leaves out clients which have not been heard of for a while.
+    """ACE that leaves out clients that have not been heard from for a while.
 
     t counts the arrivals since the first step, at t = 0, and t_start[i] is the t from which on
     client i has the model that it was last sent (1 for all at first). When g arrives from j,
@@ -161,7 +161,7 @@ class ACED(ACE):
     A is never empty: the client that reported before is in it. Use it where clients vanish or are
     very late; one that comes back takes part again from the step after its update on.
 
-    `tau_algo`: the paper has 10 where clients drop out, 50 elsewhere, and finds 10 to 50 good for
+    `tau_algo`: the paper uses 10 where clients drop out, 50 elsewhere, and finds 10 to 50 good for
     100 clients and 500 steps. One client is renewed with each arrival, so at most tau_algo + 1 are
     in A, once the initial gradients are out of date; with the largest delay or more, it is ace.
     Other options as in ace. (Initial gradients of clients that report late count from when they are

@@ -20,9 +20,10 @@ _EPSILON = 1e-12  # for a model of length zero
 class ASAFL(Strategy):
     """Our reading of ASAFL: updates act through a momentum, less so the more they diverge.
 
-    Neither text nor code of ASAFL is public, only its highlights (a momentum-based framework,
-    adaptive weights for asynchronous updates) and what PACE says of it (weights by divergence of
-    models, eta_s = eta_c = 0.01). Numbers of this class are not numbers of the published method.
+    Neither the text nor the code of ASAFL is public, only its highlights (a momentum-based
+    framework, adaptive weights for asynchronous updates) and what PACE says of it (weights by
+    divergence of models, eta_s = eta_c = 0.01). Results of this class are not results of the
+    published method.
     On the arrival of theta from a client that was sent w^(s):
         g   = (w^(s) - theta) / eta_c                  pseudo-gradient
         div = ||theta - w|| / ||w||                    divergence

@@ -16,9 +16,9 @@ from polytempo.strategies.gradients import GradientStrategy
 class VanillaASGD(GradientStrategy):
     """Every gradient moves the global model as soon as it arrives, however old it is.
 
-    `w <- w - eta g`. The yardstick of asynchronous methods: who is faster has more influence. It is
-    FedBuff with a buffer of one. Every client computes all the time; set the refill to "idle" to
-    have as many as there are slots.
+    `w <- w - eta g`. The baseline of asynchronous methods: faster clients have more influence. It
+    is FedBuff with a buffer of one. Every client computes all the time; set the refill to "idle" to
+    limit them to the slots.
 
     `server_lr`: eta, 0.2 sqrt(n / T) in the ACE paper. `local_steps`: of a client, 1 in the paper;
     with more, g is the sum of their gradients (plain SGD, whatever the task's momentum).
@@ -36,7 +36,7 @@ class VanillaASGD(GradientStrategy):
 
 @STRATEGIES.register("delay-adaptive-asgd")
 class DelayAdaptiveASGD(VanillaASGD):
-    """Every gradient moves the global model; by less if it is older than gradients usually are.
+    """Every gradient moves the global model; by less if it is older than usual.
 
     With tau the updates that have come since the client was sent its model, and tau_C the
     concurrency,

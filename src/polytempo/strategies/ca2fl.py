@@ -16,7 +16,7 @@ from polytempo.strategies.gradients import GradientStrategy
 
 @STRATEGIES.register("ca2fl")
 class CA2FL(GradientStrategy):
-    """Updates are buffered as differences from what their clients sent before, which is cached.
+    """Updates are buffered as differences from each client's previous one, which is cached.
 
     h_i is the last gradient of client i (0 before the first), h their mean over all n clients. When
     M gradients g_i are in, from the set S of clients,
@@ -27,12 +27,12 @@ class CA2FL(GradientStrategy):
     that the sum holds its newest gradient once: hence |S|, not M. `mean_over=updates` divides by M,
     as some public code does; they differ only if a client reports twice in one buffer.
 
-    Use it where clients differ in speed and data, and a vector per client on the server is no
-    problem (`--bank half` or `int8` makes it smaller).
+    Use it where clients differ in speed and data, and the server can afford a vector per client
+    (`--bank half` or `int8` makes it smaller).
 
     `buffer_size`: M, 10 in the ACE paper, with 20 of 100 clients in training.
     `server_lr`: eta; it acts on gradients, so it is the product of the paper's local and global
-    rates where an update is a way that the client went. `local_steps`: of a client; with more than
+    rates where an update is a model difference. `local_steps`: of a client; with more than
     one, g is the sum of their gradients (plain SGD, whatever the task's momentum).
     """
 

@@ -65,7 +65,8 @@ def client_decay(alpha_c: FloatArray, r_c: FloatArray, tau: FloatArray | int) ->
 class CASA(Clustered):
     """Clusters that are found while updates arrive, each with a model of its own.
 
-    Use it when clients fall into groups of like data and differ in speed. All begin in one cluster.
+    Use it when clients fall into groups of similar data and differ in speed. All start in one
+    cluster.
     Two clients are compared when one uploads, with a model of the other that started at about the
     same time, kept in a buffer for the purpose; a cluster is split when all its pairs have been
     compared and its similarity matrix falls apart.
@@ -78,18 +79,18 @@ class CASA(Clustered):
     `clock`: what staleness counts: all arrivals ("rounds", as the paper is read here) or those of
     the client's own cluster ("cluster"), which is the measure of `r_c = |C| (2 - Omega)`: by the
     other, nearly all updates are late once there are small clusters.
-    `founders`: who has not uploaded by the arrival number `founders` times n is not waited for: it
-    leaves the first cluster, and is a newcomer when it does upload (Eq. 15).
+    `founders`: a client that has not uploaded by arrival number `founders` times n is not waited
+    for: it leaves the first cluster, and is a newcomer when it does upload (Eq. 15).
     `clustering`, `bilevel`: the components of the ablation, each a switch; without the latter all
     updates count with `alpha`.
 
     Where we depart from the paper: clients are compared by their updates, as in CFL, since models
-    that share a past are alike by 0.9 and more whatever the data, and the widest gap in the
-    spectrum then says "one cluster" for ever; the budget is on stored models rather than on entries
-    of buffers, since a model in many buffers is stored once; who is a newcomer is for `founders` to
-    say; a newcomer is first handed the mean of all clusters' models, and before it has a cluster,
-    models of all clusters go to its buffer; entries between clients that a split has parted are
-    dropped; a cluster of two is not split; cosines below 0 count as 0.
+    that share a past have cosines of 0.9 and more whatever the data, and the widest gap in the
+    spectrum then says "one cluster" forever; the budget is on stored models rather than on entries
+    of buffers, since a model in many buffers is stored once; `founders` decides which clients are
+    newcomers; a newcomer is first handed the mean of all clusters' models, and before it has a
+    cluster, models of all clusters go to its buffer; entries between clients that a split has
+    separated are dropped; a cluster of two is not split; cosines below 0 count as 0.
     """
 
     family: ClassVar[str] = "asynchronous, clustered"
@@ -240,8 +241,9 @@ class CASA(Clustered):
         return max(found, key=found.__getitem__)
 
     def cut(self, number: int) -> None:
-        """Split the cluster, if it is time (Eq. 14). Who is gone is not waited for: unless it has
-        been compared with everybody, it is in no part, and a newcomer should it come back."""
+        """Split the cluster, if it is time (Eq. 14). Clients that are gone are not waited for: one
+        that has not been compared with all others is in no part, and a newcomer if it comes back.
+        """
         members = self.members(number)
         gaps = np.isnan(self.alike[np.ix_(members, members)]).any(1)
         away = gaps & (self.started[members] == GONE)
@@ -287,8 +289,8 @@ class CASAD(CASA):
 class CASAPlus(CASA):
     """CASA whose slow clients train only a part of their model, so that they are less late.
 
-    A client whose last update was staler than usual is to leave the smallest parameters of the
-    model that it receives as they are, a share
+    A client whose last update was staler than usual leaves the smallest parameters of the model
+    that it receives as they are, a share
 
         `S_i = s_0 / 2 (alpha_c - alpha_i) (1 + cos((t - 1) pi / R_end))`     (Eq. 17)
 
@@ -322,7 +324,7 @@ class CASAPlus(CASA):
         if bits.dtype != torch.uint8 or bits.shape[1] != -(-len(update.vector) // 8):
             raise Refused(
                 f"client {update.client} sent a mask of {list(bits.shape)} {bits.dtype}, expected "
-                f"a bit for each of {len(update.vector)} parameters, in bytes"
+                f"a bit for each of {len(update.vector)} parameters, packed in bytes"
             )
         self.late[update.client] = self.age(update.client, staleness.rounds)
         return super().fold(update, staleness)

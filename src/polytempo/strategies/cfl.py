@@ -46,17 +46,17 @@ class Bipartition(Updates):
 
 @STRATEGIES.register("cfl")
 class CFL(Bipartition, CohortUpdates):
-    """A cluster whose clients pull apart while their mean stands still is split in two.
+    """A cluster whose clients pull apart while their mean hardly moves is split in two.
 
     Each cluster's model moves by the sample-weighted mean of its clients' updates. The split makes
     the largest cosine across the parts as small as possible; a cluster of two is not split, nor one
-    some of whose clients have not been heard of.
+    with clients that have not uploaded yet.
 
-    `eps_1`: the mean of the last updates of its clients has to be shorter for a cluster to be
-    split; `eps_2`: the longest has to be longer (CASA's values for both). They are lengths of whole
-    updates: they go with the model, the learning rate and the local epochs. `linkage=complete`
-    parts as public code does, in parts more equal in size, which is not the published criterion.
-    Sattler's acceptance test (gamma_max) is left out, as it is there.
+    `eps_1`: a cluster is split only if the mean of its clients' last updates is shorter than this;
+    `eps_2`: and the longest of them longer than this (CASA's values for both). They are lengths of
+    whole updates, so they depend on the model, the learning rate and the local epochs.
+    `linkage=complete` splits as public code does, into parts more equal in size, which is not the
+    published criterion. Sattler's acceptance test (gamma_max) is omitted, as it is there.
     """
 
     family: ClassVar[str] = "synchronous, clustered"
@@ -67,7 +67,7 @@ class CFL(Bipartition, CohortUpdates):
 @STRATEGIES.register("cfl-async")
 class CFLAsync(Bipartition, ArrivalUpdates):
     """CFL made asynchronous in the naive way: `w_k <- (1 - alpha) w_k + alpha theta`, and the last
-    update of each client is kept; the condition is looked at on every arrival."""
+    update of each client is kept; the condition is checked on every arrival."""
 
     family: ClassVar[str] = "asynchronous, clustered"
     paper: ClassVar[str] = "Liu et al. 2024 (CASA), baseline; our reading"

@@ -1,5 +1,5 @@
 """What methods with a collaboration graph share, and their two simple forms: over a cohort, and on
-every arrival. The third form, that copes with staleness, is PACE."""
+every arrival. The third form, which copes with staleness, is PACE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polytempo.strategies.graph import CollaborationGraph
 class GraphStrategy(Strategy):
     """A model for every client, and the graph W.
 
-    `graph`: how W is estimated: pfedgraph, fedamp or fedsac, with options of its own
+    `graph`: how W is estimated: pfedgraph, fedamp or fedsac, with its own options
     (`graph.gamma=1`).
     `lam`: strength of the pull towards the received model. Attractive, as in PACE Eq. 4; public
     code of pFedGraph has the opposite sign: give a negative value to replicate it.

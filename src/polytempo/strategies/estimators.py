@@ -156,17 +156,17 @@ class Bases:
         self._bases = torch.empty(clients, 0, 0, dtype=torch.float64)
 
     def check(self, client: int, basis: Tensor) -> None:
-        """Refuse a basis that is none, or cannot be compared with the others."""
+        """Refuse what is not a basis, or cannot be compared with the others."""
         products = basis.double() @ basis.double().T  # a projection, if rows are rotated too
         if not bool((products @ products - products).abs().max() < 0.01):
             raise Refused(
-                f"client {client} sent a basis whose rows are not orthonormal (or zero): send the "
-                "principal directions of the features"
+                f"client {client} sent a basis whose rows are neither orthonormal nor zero: send "
+                "the principal directions of the features"
             )
         if self._known.any() and basis.shape != self._bases.shape[1:]:
             raise Refused(
-                f"client {client} sent a basis of shape {list(basis.shape)}, the others "
-                f"{list(self._bases.shape[1:])}: it trains another model"
+                f"client {client} sent a basis of shape {list(basis.shape)}, others "
+                f"{list(self._bases.shape[1:])}: it trains a different model"
             )
 
     def set(self, client: int, basis: Tensor) -> None:

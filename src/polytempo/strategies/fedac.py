@@ -24,7 +24,7 @@ class FedAC(Strategy):
     """Buffered updates act through moments, as in Adam; clients' drift is corrected at each step.
 
     Client i is sent w and c - c_i, adds the latter to the gradient of each of its K steps and
-    returns Delta_i, the way it went. On arrival, with w0 and c0 what it was sent,
+    returns its displacement Delta_i. On arrival, with w0 and c0 what it was sent,
         c_i' = c_i - c0 - Delta_i / (K eta_l)              the mean of its own gradients
         r_i  = max(cos(Delta_i, w - w0), 0.1), 1 if w = w0   does it go where the server went?
     and when the buffer is full, with q_i = r_i / sum r,
@@ -46,7 +46,7 @@ class FedAC(Strategy):
     one way only, and a lost upload changes no c_i; with local momentum, K is replaced by what makes
     c_i' a mean of gradients (`effective_steps`). Weight decay is part of those gradients.
 
-    Statistics of batch normalisation are no parameters, yet would take part in the moments: use
+    Batch-norm statistics are not parameters, yet would take part in the moments: use
     `--buffers reset`.
     """
 

@@ -16,16 +16,16 @@ from polytempo.strategies.pace import PACE
 
 @STRATEGIES.register("fedamp")
 class FedAMP(CohortGraph):
-    """Clients keep their own models and are drawn towards a mean of those like theirs.
+    """Clients keep their own models and are drawn towards a mean of similar ones.
 
     `u_i = sum_j x_ij w_j` over the cohort, with x of the estimator `fedamp` (HeurFedAMP:
     `graph.self_weight` for oneself, a softmax of `graph.sigma` times the cosine for the others).
-    The client goes on from its own model w_i and minimises `F_i + (lam/2) ||theta - u_i||^2`. The
+    The client starts from its own model w_i and minimises `F_i + (lam/2) ||theta - u_i||^2`. The
     model that counts is the client's own. Both w_i and u_i are sent, so that a client need not
     remember anything: twice the download.
 
-    Under partial participation a row weighs those of the client's last cohort, and u_i is made of
-    their models as they are when the client is started again.
+    Under partial participation a row weights the clients of the client's last cohort, and u_i is
+    made of their models as they are when the client is started again.
     """
 
     family: ClassVar[str] = "synchronous, personalised"
@@ -54,7 +54,7 @@ class FedAMPAsync(ArrivalGraph):
 
 @STRATEGIES.register("fedamp-pace")
 class FedAMPPACE(PACE):
-    """PACE with FedAMP's way to estimate the graph (PACE's Table III).
+    """PACE with FedAMP's way of estimating the graph (PACE's Table III).
 
     All but the weights is PACE's: buffered models are mixed on arrival, and the client starts from
     the mixture, with PACE's pull towards it.

@@ -17,13 +17,13 @@ from polytempo.core.task import Task
 
 @STRATEGIES.register("fedasync")
 class FedAsync(Strategy):
-    """Each update is mixed into the global model at once, weighed down by its staleness.
+    """Each update is mixed into the global model at once, weighted down by its staleness.
 
     `w <- (1 - alpha s(tau)) w + alpha s(tau) theta`, tau in rounds, with s one of
         constant     1
         polynomial   (1 + tau)^-a              (a = 0.5)
         hinge        1 if tau <= b else 1 / (a (tau - b) + 1)    (a = 10, b = 4)
-    `a` left out is the original paper's value for the weighting. PACE and CASA compare with
+    `a` defaults to the original paper's value for the weighting. PACE and CASA compare with
     `weighting=hinge,alpha=0.3,a=1,b=4,rho=0`. `rho` is the proximal term of the client's
     objective.
     """

@@ -19,7 +19,7 @@ from polytempo.core.task import Task
 
 @STRATEGIES.register("fedavg")
 class FedAvg(Strategy):
-    """Synchronous averaging: a cohort trains the global model, its mean replaces it.
+    """Synchronous averaging: a cohort trains the global model, and their mean replaces it.
 
     `w <- sum_i |D_i| theta_i / sum_i |D_i|` over the cohort. A round lasts as long as its slowest
     client. A client whose update is lost is left out of the mean.
@@ -36,9 +36,9 @@ class FedAvg(Strategy):
     def _moved(cls, given: ArgsKwargs) -> ArgsKwargs:
         for option in {"milestones", "gamma"} & (given.kwargs or {}).keys():
             raise PolytempoError(
-                f"{cls.name} has no option {option!r} any more: the learning rate has a schedule "
-                "for all strategies, --lr-schedule steps:at=[...],gamma=0.1 (lr_schedule in TOML "
-                "and Python), which counts updates, not cohorts"
+                f"{cls.name} no longer has the option {option!r}: all strategies share a "
+                "learning-rate schedule, --lr-schedule steps:at=[...],gamma=0.1 (lr_schedule in "
+                "TOML and Python), which counts updates, not cohorts"
             )
         return given
 

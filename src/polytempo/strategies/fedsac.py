@@ -14,9 +14,9 @@ from polytempo.strategies.pace import PACE
 
 @STRATEGIES.register("fedsac")
 class FedSaC(CohortGraph):
-    """As pFedGraph, with clients preferred whose models are alike but whose features differ.
+    """pFedGraph that prefers clients whose models are alike but whose features differ.
 
-    Beside its model each client uploads `graph.k` principal directions of its features (what enters
+    With its model each client uploads `graph.k` principal directions of its features (what enters
     the last layer, over its training samples). The overlap of two clients is the cosine of the mean
     principal angle between the spaces that these span, from a singular value decomposition: it does
     not depend on signs or rotations of the bases.
@@ -40,7 +40,7 @@ class FedSaCAsync(ArrivalGraph):
 
 @STRATEGIES.register("fedsac-pace")
 class FedSaCPACE(PACE):
-    """PACE with FedSaC's way to estimate the graph (PACE's Table III)."""
+    """PACE with FedSaC's way of estimating the graph (PACE's Table III)."""
 
     paper: ClassVar[str] = "Liu et al. 2026, plug-in"
 

@@ -1,4 +1,4 @@
-"""FedSGD (McMahan et al., AISTATS 2017): what FedAvg is with a single gradient a round."""
+"""FedSGD (McMahan et al., AISTATS 2017): FedAvg with a single gradient per round."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from polytempo.strategies.fedavg import FedAvg
 
 @STRATEGIES.register("fedsgd")
 class FedSGD(FedAvg):
-    """Synchronous SGD: a cohort sends one gradient each, the server takes a step by their mean.
+    """Synchronous SGD: a cohort sends one gradient each, and the server steps by their mean.
 
     `g = sum_i |D_i| g_i / sum_i |D_i|`, then a step of SGD on the server with the task's learning
     rate (of the run's schedule) and momentum (weight decay is in the gradients): as if the cohort's
-    mini-batches were one. The yardstick of what local steps save: it needs two messages a client
+    mini-batches were one. The baseline for what local steps save: it needs two messages per client
     for every step. The task's epochs and steps have no meaning.
 
-    Statistics of batch normalisation have no gradient: they would stay as they were initialised.
-    Use models without.
+    Batch-norm statistics have no gradient: they would keep their initial values. Use models
+    without batch normalisation.
     """
 
     state: ClassVar[tuple[str, ...]] = (*FedAvg.state, "momentum", "rate")

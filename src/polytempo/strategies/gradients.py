@@ -1,4 +1,4 @@
-"""What methods share whose server takes the steps: clients upload gradients."""
+"""What is shared by methods whose server takes the steps: clients upload gradients."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class GradientStrategy(Strategy):
     `server_lr`: eta, the length of a step. The ACE paper takes `0.2 sqrt(n / T)` for all methods,
     n the clients and T the steps of the whole run (c sqrt(n / T), c tuned among 10, 5, 2, 1, 0.5,
     0.2, 0.1): 0.09 for 100 clients and 500 steps. A strategy does not know T, so the default is
-    that of 20 clients and 400 steps, about; set it accordingly.
+    about right for 20 clients and 400 steps; set it accordingly.
     `local_steps`: K. With one, the default, a client returns the gradient of one mini-batch at the
     model that it received, and the task's learning rate, momentum, epochs and steps have no
-    meaning. With more, it takes K plain SGD steps with the task's learning rate and returns the way
-    that it went; divided by the learning rate, that is the sum of K gradients, so a server_lr that
-    suits K = 1 is to be divided by K. The task's momentum is not used: the sum would not be one.
-    Weight decay is part of the gradients, as the task says.
+    meaning. With more, it takes K plain SGD steps with the task's learning rate and returns its
+    displacement; divided by the learning rate, that is the sum of K gradients, so divide a
+    server_lr that suits K = 1 by K. The task's momentum is not used: with it, the displacement
+    would not be a sum of gradients. Weight decay is part of the gradients, as the task says.
 
-    Statistics of batch normalisation have no gradient: they would stay as they were initialised.
-    Use models without.
+    Batch-norm statistics have no gradient: they would keep their initial values. Use models
+    without batch normalisation.
     """
 
     family: ClassVar[str] = "asynchronous, one model"

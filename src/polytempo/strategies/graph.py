@@ -64,6 +64,6 @@ class CollaborationGraph:
         if len(state["places"]) != len(self.prior):
             raise PolytempoError(
                 f"the saved graph has {len(state['places'])} clients, expected "
-                f"{len(self.prior)}; start the run anew"
+                f"{len(self.prior)}; start a new run"
             )
         self._places, self._rows = np.array(state["places"]), np.array(state["rows"])

@@ -33,7 +33,7 @@ class History:
         return self._vectors[self.version]
 
     def ago(self, versions: int) -> Tensor:
-        """The vector so many versions ago."""
+        """The vector that many versions ago."""
         return self._vectors[self.version - versions]
 
     def add(self, vector: Tensor) -> None:
@@ -43,13 +43,13 @@ class History:
         self._forget(self.version - 1)
 
     def hold(self, client: int) -> None:
-        """The client is sent the current version, and holds no other any more."""
+        """The client is sent the current version, and no longer holds any other."""
         self.release(client)
         self._held[client] = self.version
         self._holders[self.version] += 1
 
     def release(self, client: int) -> None:
-        """What the client was sent is of no use any more (or it was sent nothing)."""
+        """What the client was sent is no longer needed (or it was sent nothing)."""
         version = self._held.pop(client, None)
         if version is not None:
             self._holders[version] -= 1

@@ -1,5 +1,5 @@
 """ICFL (Yan, Tong, Wang: Clustered Federated Learning in Heterogeneous Environment, TNNLS 2023), in
-our reading: there is neither public code nor public text. And asynchronous, as CASA's baseline."""
+our reading: neither code nor text is public. And asynchronous, as CASA's baseline."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class ICFL(Incremental, CohortUpdates):
     like it on average, if that reaches the threshold, or else opens one.
 
     `start`, `eps`: CASA's values. `rounds`: the length of the run; the paper's have 500.
-    `founders`: who has not uploaded after so many times n arrivals is a newcomer when it does. A
-    cluster of two is not split, nor one some of whose clients have not been heard of.
+    `founders`: a client that has not uploaded after `founders` times n arrivals is a newcomer when
+    it does. A cluster of two is not split, nor one with clients that have not uploaded yet.
     """
 
     family: ClassVar[str] = "synchronous, clustered"
@@ -100,8 +100,8 @@ class ICFL(Incremental, CohortUpdates):
 @STRATEGIES.register("icfl-async")
 class ICFLAsync(Incremental, ArrivalUpdates):
     """ICFL made asynchronous in the naive way: `w_k <- (1 - alpha) w_k + alpha theta`, and the last
-    update of each client is kept; the condition is looked at on every arrival, of which `rounds`
-    are expected (the paper's runs have 50,000)."""
+    update of each client is kept; the condition is checked on every arrival. `rounds` is the
+    number of arrivals expected (the paper's runs have 50,000)."""
 
     family: ClassVar[str] = "asynchronous, clustered"
     paper: ClassVar[str] = "Liu et al. 2024 (CASA), baseline; our reading"

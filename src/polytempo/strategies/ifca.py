@@ -20,9 +20,9 @@ from polytempo.strategies.clustered import Clustered
 
 
 class Choosing(Clustered):
-    """`k` models that begin independently; every client is handed them all, chooses the one of
-    least loss on its training samples, trains it and says which it was. What it chose last is the
-    model that counts for it; before its first choice, the first."""
+    """`k` models that start independently; every client is handed them all, chooses the one with
+    the least loss on its training samples, trains it and says which it was. A client's model is
+    the one that it chose last; before its first choice, the first."""
 
     k: Annotated[int, Field(ge=2)] = 4
 
@@ -36,8 +36,8 @@ class Choosing(Clustered):
         return replace(self.context.task, client_steps=(Choose(self.k),))
 
     def order(self, client: int) -> list[int]:
-        """The numbers of the models as they are sent: what the client chose last comes first, so
-        that it stays where it is in case of doubt."""
+        """The numbers of the models as they are sent: the client's last choice comes first, so that
+        it wins ties."""
         first = max(int(self.cluster[client]), 0)
         return [first, *(number for number in range(self.k) if number != first)]
 

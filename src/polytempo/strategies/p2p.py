@@ -18,31 +18,31 @@ from polytempo.nodes.fusion import FUSIONS, FusionRule, ProgressWeighted
 
 @STRATEGIES.register("p2p")
 class P2P(Strategy):
-    """Peers train for themselves, and now and then two of them mix their models. No server.
+    """Peers train on their own, and from time to time two of them mix their models. No server.
 
     Use it where there is nobody to run a server, or nobody to trust with one. After a local round
-    a peer decides whether to look for a partner; who finds nobody waits for one and trains on
-    meanwhile. Momentum and schedule go on over a mixing.
+    a peer decides whether to look for a partner; one that finds nobody waits for a partner and
+    keeps training meanwhile. Momentum and schedule continue across a fusion.
 
     `decision`: when to look for a partner: uniform (with probability `decision.rate` / K; the
     paper's rate is 2), every (`decision.rounds` local rounds), always, or never (local training
     alone). `fusion`: how much a partner counts: progress (by its share of the progress,
     `fusion.wf0` in all) or naive (`fusion.weight`, fixed).
     `local_steps`: iterations of a local round. `target`: iterations of each peer in the whole run,
-    which has as many rounds as that takes; None: what it takes for the run's rounds, shared
-    equally. At each of the `milestones`, shares of the target, the learning rate is multiplied by
-    `gamma`. A peer that has reached its target takes part no more, and discards what it received in
-    its last local round: nobody would train on the mixture. `common_test`: every peer is tested on
-    the test samples of all (the paper), not only on its own; slower, and of use where all hold data
-    of one kind. `score_fusions`: test each model just before and just after a fusion too (slow):
+    which has as many rounds as that takes; None: the run's rounds, shared equally. At each of the
+    `milestones`, fractions of the target, the learning rate is multiplied by `gamma`. A peer that
+    has reached its target no longer takes part, and discards what it received in its last local
+    round: nobody would train on the mixture. `common_test`: every peer is tested on the test
+    samples of all (the paper), not only on its own; slower, and useful where all hold data of one
+    kind. `score_fusions`: also test each model just before and just after a fusion (slow), to see
     what fusions do to whom.
 
-    A round is a local round of one peer, and a version a pairing. Slots have no meaning: all peers
-    train all the time.
+    A round is a local round of one peer, and a version is a pairing. Slots have no meaning: all
+    peers train all the time.
 
-    Where we depart from the paper: the peer that waits decides who gets it, where the paper's
-    replicated buffer would let two claim it at once; what a peer receives while it trains is mixed
-    into its weights at the end of the local round.
+    Where we depart from the paper: the peer that waits decides who is paired with it, whereas the
+    paper's replicated buffer would let two claim it at once; what a peer receives while it trains
+    is mixed into its weights at the end of the local round.
     """
 
     family: ClassVar[str] = "peer to peer, personalised"
@@ -81,5 +81,5 @@ class P2P(Strategy):
         return Steps(at=tuple(at), gamma=self.gamma)
 
     def iterations(self, rounds: int) -> int:
-        """The target of each peer in a run of so many local rounds of all together."""
+        """The target of each peer in a run of this many local rounds in total."""
         return self.target or max(1, rounds // self.context.clients) * self.local_steps

@@ -11,7 +11,7 @@ What the server does on the arrival of theta from client i, whose staleness is t
         phi_j   <- alpha_j theta + (1 - alpha_j) phi_j                (Eq. 5)
     multicast fresh models to the most stale clients in training      (Eq. 16)
 
-D_j is the denominator of Eq. 6, kept up to date instead of summed anew. With a = 0 it makes phi_j
+D_j is the denominator of Eq. 6, kept up to date instead of summed again. With a = 0 it makes phi_j
 the W_j-weighted mean of j's own upload and everything folded in since, in whatever order it came.
 
 Nothing that is mixed depends on the new W_i, so the likeness to all phi_j and their mixing are one
@@ -36,14 +36,14 @@ from polytempo.strategies.collaboration import ArrivalGraph
 
 @STRATEGIES.register("pace")
 class PACE(ArrivalGraph):
-    """A model of its own for every client, learned with those that are alike, as updates arrive.
+    """A personal model per client, learned with similar clients as updates arrive.
 
     Use it when clients differ in their data and in their speed. The server's copy of each model is
     refreshed by every update from a client it collaborates with, less so the staler the update;
     clients that have trained on an old model for too long are sent a fresh one while they train.
 
     `graph`: how W is estimated. PACE's own way is pFedGraph's; with fedamp or fedsac (the plug-in
-    forms of Table III) everything else stays.
+    forms of Table III) everything else stays the same.
     `a`: exponent of the staleness decay. `omega`: the multicast threshold on the sum of squared
     staleness. `latency_ms`, `bandwidth_mhz`, `snr_db`: the downlink that bounds a multicast to
     `latency * bandwidth * log2(1 + SNR) / 8` bytes.
@@ -55,7 +55,7 @@ class PACE(ArrivalGraph):
 
     Where we depart from the paper: likeness is judged by what training has changed, as pFedGraph
     does (`graph.reference=model` compares the models as they are, the paper's formula, which hardly
-    tells clients apart that share an initialisation); W_j before j's first upload is p (the paper
+    separates clients that share an initialisation); W_j before j's first upload is p (the paper
     leaves it open); of the groups that satisfy Eq. 16 we take the smallest, most stale clients
     first; s is a dissimilarity throughout (the paper's Eq. 13 takes the cosine itself).
     """

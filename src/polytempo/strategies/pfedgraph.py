@@ -13,7 +13,7 @@ from polytempo.strategies.estimators import Graph, Likeness
 
 @STRATEGIES.register("pfedgraph")
 class PFedGraph(CohortGraph):
-    """Synchronous personalised learning over a graph of alike models.
+    """Synchronous personalised learning over a graph of similar models.
 
     The rows of the graph are estimated over each cohort, with cosines above 0.9 counted as 1; each
     client's next model is the mean of the cohort's uploads, weighted by its row.

@@ -19,7 +19,7 @@ from polytempo.strategies.history import History, cosine
 
 @STRATEGIES.register("port")
 class PORT(Strategy):
-    """Updates are collected in a buffer and weighed by age and direction; the slowest are hurried.
+    """Updates are buffered and weighted by age and direction; the slowest clients are hurried.
 
     When m updates Delta_i are in (tau_i versions old, from |D_i| samples):
         S_i = Omega / (tau_i + Omega)                                       staleness
@@ -97,6 +97,6 @@ class PORT(Strategy):
         self.asked, self.late = self.late, sorted(flight.client for flight in over)
 
     def urgent(self, in_flight: InFlights) -> Sequence[int]:
-        """Those over the bound, each once: who has reported is not in flight at the next call, so
-        its next training begins unhurried."""
+        """Those over the bound, each once: a client that has reported is not in flight at the next
+        call, so its next training starts unhurried."""
         return [client for client in self.late if client not in self.asked] if self.requests else ()

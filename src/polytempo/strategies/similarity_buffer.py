@@ -70,7 +70,7 @@ class SimilarityBuffer:
         alike: FloatArray,
         alphas: FloatArray,
     ) -> None:
-        """Put the author's model into the buffers of those readers that hold none of his yet (the
+        """Put the author's model into the buffers of those readers that hold none of its yet (the
         first is kept: a later one is *recurring*). Over budget, the model of least value goes.
 
         `alike` [clients, clients]: how alike they are, NaN where that is not known; `alphas`: the
@@ -117,7 +117,7 @@ class SimilarityBuffer:
             raise PolytempoError(
                 f"the checkpoint has buffers for {len(state['holds'])} clients and "
                 f"{len(state['ages']) - 1} models, expected {len(self.holds)} and {self.budget}; "
-                "start the run anew"
+                "start a new run"
             )
         self.holds[:], self.ages[:] = state["holds"], state["ages"]
         self.references[:], self.stored = state["references"], state["stored"]

@@ -26,7 +26,7 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(similarity: FloatArray) -> Spectrum:
-    """Eq. 12 and 13. Cosines below 0 count as 0, and everybody is like himself by 1, so that
+    """Eq. 12 and 13. Cosines below 0 count as 0, and everybody's similarity to itself is 1, so that
     degrees are positive."""
     size = len(similarity)
     affinity = np.clip(similarity, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Standalone: every client trains alone. The yardstick of whether collaborating pays at all."""
+"""Standalone: every client trains alone. The baseline: does collaborating pay at all?"""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polytempo.core.strategy import STRATEGIES, Context, Refill, Strategy
 class Standalone(Strategy):
     """Local training alone: no collaboration, no communication.
 
-    Use it beside every comparison. All clients train at once, each from its own last model,
+    Use it in every comparison. All clients train at once, each from its own last model,
     whatever the number of slots; a client's k-th local round ends at k times its latency, so fast
-    clients train more often. Set the refill to "idle" to give it the slots, and each client as
-    many trainings, as a method with a server has.
+    clients train more often. Set the refill to "idle" to give it as many slots, and each client
+    as many trainings, as a method with a server has.
     """
 
     family: ClassVar[str] = "baseline"

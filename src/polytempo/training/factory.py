@@ -54,7 +54,7 @@ def make_executor(
     chosen = kind(module, federation, seed, parts, device, problem)
     how = "dense" if isinstance(chosen, DenseSolver) else "torch"
     if name == "serial" and workers not in (None, 1):
-        raise PolytempoError(f"backend serial has no workers, got {workers}; use processes")
+        raise PolytempoError(f"backend serial has no workers, got {workers}; use backend processes")
     if chosen.device.type != "cpu" and (name in ("processes", "ray") or workers not in (None, 1)):
         raise PolytempoError(
             f"workers cannot share the device {device}; use --backend serial, without --workers"
@@ -79,9 +79,9 @@ def _solver(
     fits = DenseSolver.fits(module, parts, problem) and device == "cpu"
     if name == "dense" and not fits:
         raise PolytempoError(
-            "solver dense trains stacks of fully connected layers with ReLU (mlp, linear), nothing "
-            f"of them frozen, to classify, on the CPU; not this {type(module).__name__} for "
-            f"{problem.name} on {device}: use --solver torch, or auto"
+            "solver dense trains unfrozen stacks of fully connected layers with ReLU (mlp, linear) "
+            f"for classification on the CPU, not a {type(module).__name__} for {problem.name} on "
+            f"{device}: use --solver torch, or auto"
         )
     return DenseSolver if name != "torch" and fits else AutogradSolver
 

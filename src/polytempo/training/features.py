@@ -13,7 +13,7 @@ def last_features(module: nn.Module, inputs: Tensor) -> Tensor:
     if not layers:
         raise PolytempoError(
             f"{type(module).__name__} has no linear layer, so it has no features to compare "
-            "clients by; use another strategy than fedsac, or a model that ends in nn.Linear"
+            "clients by; use a strategy other than fedsac, or a model that ends in nn.Linear"
         )
     seen: list[Tensor] = []
     handles = [

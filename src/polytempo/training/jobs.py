@@ -16,7 +16,7 @@ PERSONAL = "personal"  # the name of a client's own part of the model in its mem
 
 
 class Swap(NamedTuple):
-    """A model that reaches a client in training (a multicast): after `step` steps it goes on with
+    """A model that reaches a client in training (a multicast): after `step` steps it continues with
     this one, at the learning rate that came with it (None: as before)."""
 
     step: int
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def since(self) -> int:
-        """The step from which on the model was trained that is there at the end."""
+        """The step from which the final model was trained."""
         return self.swaps[-1].step if self.swaps else self.first_step
 
     @property

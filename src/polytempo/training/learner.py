@@ -2,8 +2,8 @@
 
 A client of a server forgets nearly everything between two dispatches. A peer does not: its weights,
 what it remembers (the moments of its optimiser, its own part of the model) and its place in the
-schedule go on through the whole run, and a fusion replaces the weights only. What a learner does
-next depends on these, its data and its seed alone, so that one that was saved goes on as if nothing
+schedule last through the whole run, and a fusion replaces the weights only. What a learner does
+next depends on these, its data and its seed alone, so that one that was saved resumes as if nothing
 had happened, bit for bit.
 """
 
@@ -27,7 +27,7 @@ class Learner:
     may be carried out anywhere.
 
     `params` is the model: replaced by every round and fusion, never changed in place, so that
-    whoever holds it holds a snapshot. `solver` may be shared by any number of learners.
+    a reference to it is a snapshot. `solver` may be shared by any number of learners.
     """
 
     def __init__(self, solver: Solver, client: int, task: Task) -> None:
@@ -44,7 +44,7 @@ class Learner:
         self.iteration = 0
 
     def job(self, steps: int) -> Job:
-        """The next so many steps."""
+        """The next steps, this many of them."""
         return Job(
             self.client,
             self.params,
@@ -56,22 +56,22 @@ class Learner:
         )
 
     def take(self, outcome: Outcome, steps: int) -> None:
-        """The job of so many steps is done."""
+        """The job of this many steps is done."""
         last = self.iteration + steps
         if not bool(torch.isfinite(outcome.upload).all()):
             raise Diverged(
-                f"peer {self.client}: its model is NaN or infinite after iteration {last}; "
+                f"peer {self.client}: its model has NaN or infinite values after iteration {last}; "
                 "lower the learning rate"
             )
         self.params, self.memory, self.iteration = outcome.upload, outcome.memory, last
 
     def steps(self, count: int) -> None:
-        """Train for so many steps, here and now."""
+        """Train for this many steps, here and now."""
         [outcome] = self.solver.carry_out([self.job(count)])
         self.take(outcome, count)
 
     def fuse(self, params: Tensor) -> None:
-        """Go on from other weights; memory and schedule stay."""
+        """Continue from other weights; memory and schedule stay."""
         if params.shape != self.params.shape:
             raise PolytempoError(
                 f"peer {self.client} has a model of {len(self.params)} numbers and was given one "
@@ -90,6 +90,6 @@ class Learner:
         return {"params": self.params, "memory": self.memory, "iteration": self.iteration}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self.fuse(state["params"])
         self.memory, self.iteration = dict(state["memory"]), state["iteration"]

@@ -1,9 +1,9 @@
 """What is learned: a loss to train by, and metrics that can be merged over batches and clients.
 
-A mean of means is wrong as soon as batches or clients differ in size, and F1 or R2 are no means at
-all. So a problem turns each batch into *sums* (`Problem.sums`), sums are added up (`Score`), and
-only then does a `Metric` make a figure of them. How a federation was cut into batches, workers or
-clients changes nothing.
+A mean of means is wrong as soon as batches or clients differ in size, and F1 and R2 are not means
+at all. So a problem turns each batch into *sums* (`Problem.sums`), sums are added up (`Score`), and
+only then does a `Metric` make a figure of them. How a federation was divided into batches, workers
+or clients changes nothing.
 
     classification   scores [samples, classes]        labels [samples]
     multilabel       scores [samples, labels]         0 or 1 [samples, labels]
@@ -246,7 +246,7 @@ class NextToken(Problem):
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         if outputs.shape[:-1] != targets.shape:
             raise PolytempoError(
-                f"next-token: the model puts out {list(outputs.shape)} for targets "
+                f"next-token: the model outputs {list(outputs.shape)} for targets "
                 f"{list(targets.shape)}; expected [samples, length, tokens], as 'gru' does"
             )
         return functional.cross_entropy(
@@ -372,8 +372,8 @@ def _single_output(outputs: Tensor, targets: Tensor) -> Tensor:
 def _same_shape(name: str, outputs: Tensor, targets: Tensor) -> None:
     if outputs.shape != targets.shape:
         raise PolytempoError(
-            f"{name}: the model puts out {list(outputs.shape)} for targets {list(targets.shape)}; "
-            "expected the same shape, so let the model end in Inputs.outputs numbers per sample"
+            f"{name}: the model outputs {list(outputs.shape)} for targets {list(targets.shape)}; "
+            "expected the same shape: the model must end in Inputs.outputs numbers per sample"
         )
 
 
@@ -383,7 +383,7 @@ def _reduced(values: Tensor, samples: int, reduction: Reduction, what: str) -> T
     if values.shape != (samples,):
         raise PolytempoError(
             f"{what} returned shape {list(values.shape)} for {samples} samples; expected one value "
-            "per sample, or a single one, their mean"
+            "per sample, or their mean"
         )
     return values.mean() if reduction == "mean" else values.sum()
 

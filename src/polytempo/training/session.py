@@ -1,14 +1,14 @@
 """A local training under way: the only place where local steps are taken by autograd.
 
-A session begins with a job, advances by so many steps, has a new model swapped in at a step
-boundary, and is finished when somebody wants what has come of it. Workers of the simulator run it
-to the end, a deployed client stops between two steps, a peer's training is one session after the
-other with what it remembers in between, adaptation is a session on a copy. However it is cut in
-pieces, the bits are the same.
+A session begins with a job, advances by a number of steps, has a new model swapped in at a step
+boundary, and is finished when its result is asked for. The simulator's workers run it to the end, a
+deployed client stops between two steps, a peer's training is one session after another with what it
+remembers in between, adaptation is a session on a copy. However it is split up, the bits are the
+same.
 
-The order of the samples comes from a stream named by client and dispatch, one permutation for each
-epoch, so that training can begin at any step of the schedule: that is what a client does that
-receives a multicast half-way (it keeps the steps that it had left).
+The order of the samples comes from a stream named by client and dispatch, one permutation per
+epoch, so that training can begin at any step of the schedule, as it does for a client that receives
+a multicast half-way (it keeps the steps that it had left).
 
 There is one module for all sessions of a process. A session has its own vector of all numbers and
 lays it into the module for as long as it advances.
@@ -66,7 +66,7 @@ class Session:
     # -- beginning ---------------------------------------------------------------------------------
 
     def swap(self, params: Tensor, vectors: Mapping[str, Tensor], lr: float | None = None) -> None:
-        """Go on from this model, at this learning rate (None: as before). What is the client's own
+        """Continue from this model, at this learning rate (None: as before). The client's own part
         stays."""
         own = self.solver.layout.split(self.vector)[1]
         if len(own):
@@ -135,7 +135,7 @@ class Session:
         return self.step >= self.last
 
     def rows(self, step: int) -> Tensor:
-        """The samples of that step's batch: one named permutation an epoch, cut in batches."""
+        """The samples of that step's batch: one named permutation per epoch, cut into batches."""
         per_epoch, size = self.task.batches(self.samples), self.task.batch_size
         epoch, position = divmod(step, per_epoch)
         if self._order is None or self._order[0] != epoch:
@@ -151,7 +151,7 @@ class Session:
         self.last = min(self.last, (self.step // epoch + 1) * epoch)
 
     def advance(self, steps: int | None = None) -> int:
-        """Take so many steps, or all that are left; returns how many were taken."""
+        """Take this many steps, or all that are left; returns how many were taken."""
         begin = self.step
         until = self.last if steps is None else min(self.last, begin + steps)
         while self.step < until:

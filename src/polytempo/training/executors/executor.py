@@ -21,9 +21,7 @@ from polytempo.training.jobs import Exam, Job, Outcome
 from polytempo.training.problem import Score
 from polytempo.training.solvers.autograd import Solver
 
-AHEAD = (
-    2  # requests that a worker has at a time: it goes on with the second while we fold the first
-)
+AHEAD = 2  # requests that a worker has at a time: it works on the second while we fold the first
 
 
 class Workers(Protocol):
@@ -43,7 +41,7 @@ class Workers(Protocol):
         ...
 
     def peak_memory(self) -> float:
-        """Bytes that the workers needed at most, beside what they share with this process."""
+        """Peak bytes of the workers, not counting what they share with this process."""
         ...
 
     def close(self) -> None: ...
@@ -58,7 +56,7 @@ class Executor:
     ) -> None:
         self.solver, self.name = solver, name
         self.wasted = 0  # trainings begun ahead and then not needed
-        self.worker_memory = 0.0  # bytes that workers needed at most, beside what they share
+        self.worker_memory = 0.0  # peak bytes of the workers, not counting what they share
         self.pool: Workers | None = None
         self._start, self._entered = start, 0
         self._counter = itertools.count()
@@ -94,7 +92,7 @@ class Executor:
 
     @property
     def width(self) -> int:
-        """So many jobs are worth announcing together."""
+        """How many jobs are worth announcing together."""
         return self.solver.group * (self.pool.workers * AHEAD if self.pool else 1)
 
     def expect(self, job: Job, due: float = math.inf) -> None:
@@ -135,7 +133,7 @@ class Executor:
         return self._done.pop(id(job))
 
     def evaluate(self, exams: Iterable[Exam]) -> list[list[Score]]:
-        """Each model on the test splits of the clients named beside it. On workers, this goes
+        """Each model on the test splits of the clients named with it. On workers, this goes
         before all training that they have not been asked for yet."""
         if self.pool is None:
             return [self.solver.evaluate(exam) for exam in exams]
@@ -240,6 +238,6 @@ class Executor:
                 del self._begun[id(job)]  # forgotten meanwhile
 
     def _give_up(self, group: Sequence[Job] | Sequence[int]) -> None:
-        """Nothing came of this group; whoever asks for one of its jobs again begins anew."""
+        """Nothing came of this group; a job of it that is asked for again starts afresh."""
         for job in group:
             self._begun.pop(id(job), None)

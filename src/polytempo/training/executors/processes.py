@@ -2,13 +2,13 @@
 
 They are forked, so they have the federation, the module and the solver without any copy: nothing is
 sent to them but what a job holds. Its model travels through a row of shared memory, in which the
-result replaces it; the other vectors that few jobs bring, and few results have beside them, go
-through the pipe. A worker has a thread that takes requests out of the pipe at any time, so both
-ends can send as much as they like at once.
+result replaces it; other vectors, which few jobs and few results have, go through the pipe. A
+worker has a thread that takes requests out of the pipe at any time, so both ends can send as much
+as they like at once.
 
-A forked process inherits the Python signal handlers of its parent, which may do anything: raise,
-for one, so that the child would go on with the parent's program. So signals are blocked around the
-fork, until the child has put all handlers back to what the system does by default.
+A forked process inherits its parent's Python signal handlers, which may do anything: if one raises,
+the child would continue with the parent's program. So signals are blocked around the fork, until
+the child has reset all handlers to the system's defaults.
 """
 
 from __future__ import annotations
@@ -196,12 +196,12 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
         try:
             pipe.send((place, answer))
         except BrokenPipeError:
-            return  # nobody waits for it any more
+            return  # nobody is waiting for it
 
 
 def _take(pipe: Connection, requests: SimpleQueue[tuple[str, int, Any]]) -> None:
     """Take requests in as they come, so that the parent is never held up, though we may be sending
-    it an answer; if it has gone, or closed the pipe, nobody waits for an answer any more."""
+    it an answer; if it has gone, or closed the pipe, nobody is waiting for an answer."""
     while True:
         try:
             requests.put(pipe.recv())
@@ -211,7 +211,7 @@ def _take(pipe: Connection, requests: SimpleQueue[tuple[str, int, Any]]) -> None
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Whoever is forked meanwhile gets no signal before it unblocks them."""
+    """A process forked within this context gets no signal before it unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield

@@ -84,8 +84,8 @@ class RayPool:
         except (ImportError, exceptions.RaySystemError) as error:
             self.close()
             raise PolytempoError(
-                f"a Ray worker could not start ({str(error).splitlines()[-1]}); what is imported "
-                "here must be installed on all machines of the cluster"
+                f"a Ray worker could not start ({str(error).splitlines()[-1]}); all modules "
+                "imported here must be installed on every machine of the cluster"
             ) from error
         except BaseException:
             self.close()
@@ -137,7 +137,7 @@ class RayPool:
             self.close()
             raise PolytempoError(
                 f"Ray worker {worker} died ({type(error).__name__}): out of memory, killed, or its "
-                "machine is lost; try fewer --workers; --resume goes on from the last checkpoint"
+                "machine is lost; try fewer --workers; --resume continues from the last checkpoint"
             ) from error
 
 

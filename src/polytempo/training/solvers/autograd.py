@@ -32,7 +32,7 @@ class Solver(Protocol):
     layout: Layout
     federation: Federation
     problem: Problem
-    group: int  # it pays to do so many jobs together, if they are of one kind
+    group: int  # number of jobs that it pays to do together, if they are of one kind
 
     def kind(self, job: Job) -> object: ...
 

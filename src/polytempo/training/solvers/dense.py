@@ -4,12 +4,12 @@ Three things make it fast.
 
 1. The gradient is written out by hand, and the products that it is made of are added straight into
    the momentum. There is no autograd graph, and the large matrices are allocated once.
-2. Several clients train in one go, as batches of matrices: what a step costs beside its arithmetic
-   is paid once for all of them. (Large models gain little by that and are trained few at a time.)
+2. Several clients train in one go, as batches of matrices: the overhead of a step is paid once for
+   all of them. (Large models gain little from that and are trained few at a time.)
 3. Where a client has few samples X of many features, its first layer is trained in *dual* form. All
    gradients of the layer are combinations of the samples, and weight decay or a pull towards the
    received W0 only scale, so that at any time W = alpha W0 + C^T X. We train C and alpha, and the
-   activations of all samples Z = X W^T beside them: Z begins as X W0^T and goes on as if it were
+   activations of all samples Z = X W^T with them: Z starts as X W0^T and is updated as if it were
    parameters too, with X X^T, computed once, times the gradient of C, which is the error itself
    in the rows of the batch.
 
@@ -336,7 +336,7 @@ class Descent:
 
 
 def _first(moments: Moments, models: int) -> Moments:
-    """Those of the first so many models; what is no matrix belongs to all."""
+    """Those of the first `models` models; what is not a matrix belongs to all."""
     return {name: each[:models] if each.ndim == 2 else each for name, each in moments.items()}
 
 
@@ -437,8 +437,8 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widths(module: nn.Module) -> list[int]:
-    """Features, units of each layer, classes; empty if the module is no stack, or might compute
-    anything else than a stack does (subclasses, hooks, a layer that is used twice)."""
+    """Features, units of each layer, classes; empty if the module is not a stack, or might compute
+    something other than a stack does (subclasses, hooks, a layer that is used twice)."""
     if type(module) is not nn.Sequential:
         return []
     layers = list(module)

@@ -3,7 +3,7 @@
 Of a table of 32,000 words a client uses a few thousand, yet plain training moves all of it at every
 step. The rows of words that a client does not have see no gradient of the loss; weight decay, and a
 pull towards the received model, only scale them, all by the same factor. So we train the rows of
-the client's own words, and beside them *one number* that stands for all other rows: it starts as
+the client's own words, and with them *one number* that stands for all other rows: it starts as
 their norm, and its final ratio to that is the factor. Lengths and angles of the whole vector come
 out right, which is all that an isotropic objective looks at.
 
