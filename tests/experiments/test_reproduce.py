@@ -946,7 +946,9 @@ def test_what_depends_on_the_length_follows_it():
 @pytest.mark.parametrize("name", ["ace/fig2", "p2p/table1"])
 def test_rounds_do_not_end_what_something_else_ends(name):
     experiment = load_experiment(name, rounds=10)
-    with pytest.raises(PolytempoError, match=f"{name}: its runs end after .* --rounds would not"):
+    with pytest.raises(
+        PolytempoError, match=f"{name}: its runs also end after .* --rounds would not"
+    ):
         experiment.config(experiment.rows[0], experiment.columns[0], 0, False)
 
 

@@ -199,7 +199,7 @@ def test_leaving_ends_what_is_under_way(place, vector, end_round):
 def test_a_second_process_of_that_name_ends_the_first(place, vector, end_round):
     ann = place.enter("ann", incarnation=1)
     place.enter("ann", incarnation=2)
-    with pytest.raises(PolytempoError, match="another process runs as 'ann'"):
+    with pytest.raises(PolytempoError, match="another process now runs as 'ann'"):
         wait_until(lambda: end_round(ann, vector(0)))
 
 

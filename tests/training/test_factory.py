@@ -41,7 +41,7 @@ def test_the_solver_is_the_fastest_that_fits(small, make, parts, solver, expecte
     ("make", "parts"), [(other, Parts()), (stack, Parts(frozen=["0.*"]))], ids=["tanh", "frozen"]
 )
 def test_a_solver_that_does_not_fit_is_refused(small, make, parts):
-    with pytest.raises(PolytempoError, match=r"solver dense .* frozen.*Sequential.* torch"):
+    with pytest.raises(PolytempoError, match=r"solver dense .* unfrozen.*Sequential.* torch"):
         make_executor(make(), small, 0, parts, solver="dense")
 
 
@@ -66,7 +66,7 @@ def test_where_is_independent_of_how(small, solver, name, workers, small_run, ex
 
 
 def test_a_serial_backend_has_no_workers(small):
-    with pytest.raises(PolytempoError, match="serial has no workers, got 4; use processes"):
+    with pytest.raises(PolytempoError, match="serial has no workers, got 4; use backend processes"):
         make_executor(stack(), small, 0, name="serial", workers=4)
 
 
@@ -87,7 +87,7 @@ def test_on_another_device_one_torch_solver_owns_all(small):
         "meta"
     }
     assert small.x.device.type == "cpu"
-    with pytest.raises(PolytempoError, match="not this Sequential for classification on meta"):
+    with pytest.raises(PolytempoError, match="not a Sequential for classification on meta"):
         make_executor(stack(), small, 0, device="meta", solver="dense")
 
 
