@@ -329,7 +329,7 @@ def test_a_norm_that_the_module_does_not_train_is_frozen_with_its_statistics():
         (Parts(["*"]), "--personal \\* leaves nothing to share.*standalone"),
         (Parts(["head", "body"]), "--personal head,body leaves nothing to share"),
         (Parts(["head"], ["body"]), "--personal head leaves nothing to share"),
-        (Parts(frozen=["*"]), "nothing to train"),
+        (Parts(frozen=["*"]), "leaves no parameters to train"),
     ],
     ids=str,
 )
@@ -341,7 +341,7 @@ def test_parts_that_make_no_sense_are_named(parts, message):
 def test_a_module_without_a_head_is_told_so():
     with pytest.raises(PolytempoError, match="Conv1d has no linear layer, so it has no head"):
         Layout(nn.Conv1d(1, 1, 1), Parts(["head"]))
-    with pytest.raises(PolytempoError, match="--personal norm: Linear has nothing of that name"):
+    with pytest.raises(PolytempoError, match="--personal norm: Linear has no normalisation layers"):
         Layout(nn.Linear(2, 2), Parts(["norm"]))
 
 

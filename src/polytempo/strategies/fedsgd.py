@@ -31,7 +31,8 @@ class FedSGD(FedAvg):
 
     def setup(self, context: Context) -> None:
         super().setup(context)
-        self.beta = context.task.plain_sgd("fedsgd").momentum
+        task = replace(context.task, keep_optimizer=False)  # momentum is the server's here
+        self.beta = task.plain_sgd("fedsgd").momentum
         self.momentum = torch.zeros_like(self.total)
         self.rate = context.task.lr  # that the cohort was sent
 
