@@ -120,6 +120,16 @@ def _length(path: Path, lines: int) -> int:
     )
 
 
+def _make(folder: Path) -> None:
+    """Make the folder, though another process may be making or removing it."""
+    while not folder.is_dir():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:  # a file, or a folder that was there for a moment
+            if folder.exists() and not folder.is_dir():
+                raise
+
+
 class Claim:
     """A folder that no other process, and no other part of this one, writes to meanwhile. The
     system lets go of it when the process ends, however that happens."""
@@ -127,7 +137,7 @@ class Claim:
     def __init__(self, folder: Path) -> None:
         self._path, self._new = folder / LOCK, not folder.exists()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
         except OSError as error:
             raise PolytempoError(
                 f"{folder} cannot be made: {error.strerror}; choose another --out"
@@ -149,7 +159,7 @@ class Claim:
             try:
                 number = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             except FileNotFoundError:  # the process that made the folder has just removed it
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                _make(self._path.parent)
                 continue
             try:
                 _lock(number)
