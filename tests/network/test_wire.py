@@ -11,7 +11,7 @@ from nearby import wait_until
 from torch import nn
 
 from polytempo.core.errors import PolytempoError, Refused
-from polytempo.core.layout import Layout
+from polytempo.core.layout import Layout, Parts
 from polytempo.network.wire import MOST_HEADER, Wire, check_name
 from polytempo.nodes import Identity, Pending, Snapshot, Token
 
@@ -168,3 +168,15 @@ def test_a_token_of_a_foreign_name_does_no_harm(place):
     wait_until(lambda: any(event == "refused" for event, _ in ann.events))
     foreign.undeclare()
     assert ann.node.pairing.hints == {}
+
+
+def test_peers_that_share_other_parts_of_a_model_do_not_understand_each_other():
+    """Though what they share is as long: each number would mean another one."""
+
+    def wire(personal):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        return Wire("run", Layout(module, Parts([personal])))
+
+    one, other = wire("0.*"), wire("1.*")
+    assert one.size == other.size
+    assert one.model != other.model and one.model == wire("0.*").model

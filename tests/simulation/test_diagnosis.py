@@ -236,3 +236,8 @@ def test_a_schedule_changes_where_a_gradient_leads():
     sent = [event.round - 1 - event.staleness for event in uploads]
     steps = [row["step"] for row in diagnosis(run).rows]
     assert steps == pytest.approx([0.5 * RATE * 0.9**number for number in sent])
+
+
+def test_what_cannot_be_diagnosed_is_said_at_the_start(small):
+    with pytest.raises(PolytempoError, match=r"--diagnose .* use --optimizer sgd, not adamw"):
+        pt.simulate(small, model="linear", strategy="fedavg", diagnose=5, optimizer="adamw")

@@ -602,3 +602,10 @@ def test_a_flattening_between_layers_does_not_fit():
     module = nn.Sequential(nn.Linear(6, 4), nn.Flatten(), nn.ReLU(), nn.Linear(20, 5))
     assert module(torch.zeros(3, 5, 6)).shape == (3, 5)
     assert not DenseSolver.fits(module)
+
+
+def test_tied_weights_do_not_fit():
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert DenseSolver.fits(module)
+    module[2].weight = module[0].weight
+    assert not DenseSolver.fits(module)

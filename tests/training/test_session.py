@@ -11,6 +11,7 @@ from test_vocabulary import PADDED, text_model
 from torch import Tensor, nn
 
 from polytempo import Federation, Proximal, Task
+from polytempo.core.client_steps import ClientStep
 from polytempo.core.layout import Parts
 from polytempo.core.messages import Dispatch
 from polytempo.core.optimizer import Adam, AdamW, Sgd
@@ -362,3 +363,20 @@ def test_an_urgent_request_makes_the_epoch_in_progress_the_last(small):
         assert torch.equal(session.finish().upload, expected.upload)
     session.stop()
     assert session.last == ended  # it has ended already
+
+
+def test_a_step_that_changes_memory_in_place_leaves_the_job_as_it_was(small):
+    solver = AutogradSolver(network(), small, SEED)
+    job = replace(
+        job_of(solver), task=replace(TASK, client_steps=(Counts(),)), memory={"n": torch.zeros(1)}
+    )
+    for _ in range(3):
+        assert solver.carry_out([job])[0].memory["n"].tolist() == [1.0]
+    assert job.memory["n"].tolist() == [0.0]
+
+
+class Counts(ClientStep):
+    """How often the client has trained."""
+
+    def after(self, session):
+        session.memory["n"] += 1

@@ -90,6 +90,9 @@ class Layout:
         if any(tensor.dtype != dtype for _, tensor in (*parameters, *moving)):
             raise PolytempoError(f"all parameters must have the same type, got {dtype} and others")
 
+        # what travels, in order: two layouts with the same names mean the same by a vector
+        self.shared_names = [n for n, _ in (*parameters, *moving) if n not in personal]
+
         def of(found: list[tuple[str, Tensor]], mine: bool) -> list[Tensor]:
             return [tensor for name, tensor in found if (name in personal) == mine]
 
@@ -120,7 +123,7 @@ class Layout:
                 tensor.grad = self.grad[place].view(tensor.shape)
                 self.trained.append((tensor, place))
             offset += tensor.numel()
-        self.initial_personal = self.split(self.vector)[1]
+        self.initial_personal = self.split(self.vector)[1].cpu()
 
     # -- vectors -----------------------------------------------------------------------------------
 
@@ -161,8 +164,8 @@ class Layout:
         return [buffer.clone() for buffer in self._others]
 
     def read(self) -> Tensor:
-        """The module as a new vector, as it travels."""
-        return self.split(self.vector)[0] if self.personal else self.vector.clone()
+        """The module as a new vector, as it travels: always on the CPU."""
+        return (self.split(self.vector)[0] if self.personal else self.vector.clone()).cpu()
 
     def train(self, batch: int) -> None:
         """Put the module in training mode, except for frozen normalisation layers: their

@@ -25,7 +25,7 @@ class Optimizer(Options):
     """Base of the optimisers. All numbers may be vectors, or matrices with a model in every row."""
 
     name: ClassVar[str] = ""
-    kept: ClassVar[tuple[str, ...]]  # moments that a client may keep until its next training
+    kept: ClassVar[tuple[str, ...]] = ()  # moments that a client may keep until its next training
 
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
 

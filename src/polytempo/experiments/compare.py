@@ -66,7 +66,9 @@ class Comparison:
         return self._best(self.results[self.target][index])
 
     def _best(self, result: RunResult) -> float:
-        return float(result.summary[f"{self.metric.name}_best"])
+        """Infinite, or NaN, where no evaluation had a finite value."""
+        found = result.summary[f"{self.metric.name}_best"]
+        return math.nan if found is None else float(found)
 
     def table(self) -> list[dict[str, str]]:
         """One row per strategy: mean and, over several seeds, spread."""

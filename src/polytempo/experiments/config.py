@@ -274,7 +274,7 @@ class RunConfig(BaseModel):
 EXECUTION = ("workers", "backend")  # has no influence on any result
 # What may change when a run is resumed: how long it is, whether it is verified along the way, and
 # where its data are (they are identified by their digest).
-RESUMABLE = (*EXECUTION, *("rounds", "versions", "messages", "until", "check", "data_dir"))
+RESUMABLE = (*EXECUTION, *("rounds", "versions", "until", "check", "data_dir"))
 # What is filled in when a run begins, if it was left open.
 FILLED = ("data_dir", "clients", "partition", "slots", "refill", "eval_every")
 FEDERATION = ("data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit")

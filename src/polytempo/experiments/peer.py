@@ -126,18 +126,17 @@ def run_peer(
     try:
         driver = Driver(learner, plan, partial(Link, address=address), folder, evaluate, fixed)
         write_config(out / "config.toml", config)
-        found = driver.run(interrupted)
+        summary = {
+            "strategy": "p2p",
+            "federation": federation.description,
+            "client": client,
+            "parameters": solver.layout.size,
+            "seed": config.seed,
+            **driver.run(interrupted),
+            "version": version("polytempo"),
+        }
+        write_table(out / "history.csv", driver.history)
+        replace_text(out / "result.json", json.dumps(summary, indent=2) + "\n")
+        return summary
     finally:
         folder.close()
-    summary = {
-        "strategy": "p2p",
-        "federation": federation.description,
-        "client": client,
-        "parameters": solver.layout.size,
-        "seed": config.seed,
-        **found,
-        "version": version("polytempo"),
-    }
-    write_table(out / "history.csv", driver.history)
-    replace_text(out / "result.json", json.dumps(summary, indent=2) + "\n")
-    return summary

@@ -83,7 +83,7 @@ class Wire:
         self.size, self.dtype = layout.size, layout.vector.dtype
         state = layout.module.state_dict()
         shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
-        text = json.dumps([shapes, layout.size]).encode()
+        text = json.dumps([shapes, layout.shared_names]).encode()
         self.model = hashlib.blake2b(text, digest_size=8).hexdigest()
         self.most_payload = self.size * self.dtype.itemsize + MOST_HEADER
 

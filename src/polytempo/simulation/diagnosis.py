@@ -68,6 +68,9 @@ class Diagnosis(Extension):
         context = dataclasses.replace(simulator.server.context, storage=PLAIN_STORAGE)
         self.clients = context.clients
         unit = torch.zeros(self.clients, dtype=torch.float64)
+        task = self.strategy.task(0)
+        if task.upload != "gradient":
+            task.plain_sgd("--diagnose")
         self.exact = self._shadow(context)
         self.probe, self.double = (
             self._shadow(dataclasses.replace(context, initial=unit)) for _ in range(2)

@@ -99,4 +99,5 @@ class PORT(Strategy):
     def urgent(self, in_flight: InFlights) -> Sequence[int]:
         """Those over the bound, each once: a client that has reported is not in flight at the next
         call, so its next training starts unhurried."""
-        return [client for client in self.late if client not in self.asked] if self.requests else ()
+        asked = set(self.asked)
+        return [client for client in self.late if client not in asked] if self.requests else ()

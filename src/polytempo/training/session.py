@@ -53,7 +53,7 @@ class Session:
         self.step = job.first_step
         total = job.task.total_steps(self.samples)
         self.last = total if job.last_step is None else job.last_step
-        self.memory = dict(job.memory)
+        self.memory = {name: vector.clone() for name, vector in job.memory.items()}
         self.extras: dict[str, Tensor] = {}
         self.gradient: Tensor | None = None
         self.frozen: Tensor | None = None
@@ -91,7 +91,7 @@ class Session:
 
     def _kept_moments(self) -> Moments | None:
         kept = self.task.optimizer.kept
-        if not self.task.keep_optimizer or not all(name in self.memory for name in kept):
+        if not (self.task.keep_optimizer and kept and all(name in self.memory for name in kept)):
             return None
         device = self.solver.device
         moments = {name: self.memory[name].to(device, copy=True) for name in kept}
@@ -122,7 +122,7 @@ class Session:
         return torch.cat(found).cpu()
 
     def targets(self) -> Tensor:
-        return self.shard()[1]
+        return self.shard()[1].cpu()
 
     def shard(self) -> tuple[Tensor, Tensor]:
         """The client's training samples, as they are stored."""

@@ -137,7 +137,7 @@ class Processes:
             while not pipe.poll(_LOOK):
                 self._look()
             place, answer = pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the latter within a message
             self._died(worker)
         return place, answer
 
@@ -166,6 +166,7 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # the parent's
             signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever a library has installed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for end in foreign:  # inherited ends would keep pipes open that others have closed

@@ -117,7 +117,9 @@ class AutogradSolver:
 
     def own_randomness(self) -> AbstractContextManager[None]:
         """A context that leaves torch's global random state as it was."""
-        return torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device])
+        if self.device.type == "cpu":
+            return torch.random.fork_rng(devices=[])
+        return torch.random.fork_rng(devices=[self.device], device_type=self.device.type)
 
     def set_randomness(self, *name: str | int) -> None:
         """What layers draw next comes from the stream of that name."""

@@ -448,7 +448,9 @@ def _widths(module: nn.Module) -> list[int]:
     between = [layer for layer in layers[1::2] if type(layer) is nn.ReLU]
     if len(dense) != len(between) + 1 or len(dense) + len(between) != len(layers):
         return []
-    if len(set(map(id, dense))) < len(dense) or any(layer.bias is None for layer in dense):
+    if any(layer.bias is None for layer in dense):
+        return []
+    if len(list(module.parameters())) < 2 * len(dense):  # a layer or a weight is used twice
         return []
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(part, hook) for part in module.modules() for hook in hooks):
