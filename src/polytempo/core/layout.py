@@ -123,7 +123,13 @@ class Layout:
                 tensor.grad = self.grad[place].view(tensor.shape)
                 self.trained.append((tensor, place))
             offset += tensor.numel()
-        self.initial_personal = self.split(self.vector)[1].cpu()
+        self._first_personal = self.split(self.vector)[1]
+
+    @property
+    def initial_personal(self) -> Tensor:
+        """The part that stays with a client, as it begins: on the CPU, as everything that is not
+        being trained."""
+        return self._first_personal.cpu()
 
     # -- vectors -----------------------------------------------------------------------------------
 
