@@ -107,8 +107,7 @@ class Session:
         return self.solver.layout.split(self.vector)[0].cpu()
 
     def loss(self, model: Tensor) -> float:
-        layout = self.solver.layout
-        layout.load_whole(layout.join(model, self.memory.get(PERSONAL)))
+        self.solver.load(model, self.memory.get(PERSONAL))
         return self.solver.score(self.solver.federation.train[self.job.client]).sums["loss"]
 
     @torch.inference_mode()

@@ -86,25 +86,32 @@ class AutogradSolver:
     @torch.inference_mode()
     def evaluate(self, exam: Exam) -> list[Score]:
         if exam.personal is None:
-            self.layout.load(exam.params)
+            self.load(exam.params)
             return [self.score(self.federation.test[client]) for client in exam.clients]
         scores = []
         for client, personal in zip(exam.clients, exam.personal, strict=True):
-            self.layout.load(exam.params, personal)
+            self.load(exam.params, personal)
             scores.append(self.score(self.federation.test[client]))
         return scores
+
+    def load(self, shared: Tensor, personal: Tensor | None = None) -> None:
+        """Make this the model that `score` judges."""
+        self.layout.load(shared, personal)
 
     @torch.inference_mode()
     def score(self, shard: slice) -> Score:
         """The model that is loaded, on these samples."""
-        x, y = self.samples(shard)
-        self.layout.module.eval()
         found = Score({})
-        for k in range(0, len(y), _EVALUATION_BATCH):
-            part = slice(k, k + _EVALUATION_BATCH)
-            outputs = self.layout.module(self.inputs(x[part]))
-            found += Score(self.problem.sums(outputs, y[part]))
+        for begin in range(shard.start, shard.stop, _EVALUATION_BATCH):
+            part = slice(begin, min(begin + _EVALUATION_BATCH, shard.stop))
+            found += Score(self.problem.sums(self.outputs(part), self.y[part]))
         return found
+
+    def outputs(self, shard: slice) -> Tensor:
+        """What the model that is loaded makes of these samples."""
+        self.layout.module.eval()
+        outputs: Tensor = self.layout.module(self.inputs(self.x[shard]))
+        return outputs
 
     def samples(self, shard: slice) -> tuple[Tensor, Tensor]:
         """Samples and targets, as they are stored."""

@@ -1,0 +1,1 @@
+"""Native training: small networks as compiled code."""

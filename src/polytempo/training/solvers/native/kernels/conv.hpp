@@ -1,0 +1,336 @@
+// Convolutions and pooling, one sample at a time: its activations stay in the nearest cache.
+//
+// Samples are [height][width][pixel]. A pixel takes S numbers: its channels, rounded up to a multiple
+// of 8 for inner layers (the padding is zero and stays zero). What a filter sees of one input row is
+// then one contiguous run of KW * S numbers, and the weights of a filter are [KH][run, rounded up
+// to 8]. A convolution's own zero padding is a border around its input.
+//
+// After 2x2 max-pooling, one of four outputs has a gradient; after ReLU, about half of those. Backward
+// therefore goes over lists of (place of the window in the input, gradient) for each filter: for the
+// weights, the window is added to sums in registers; for the input, the filter is added to the window.
+//
+// All sizes are constants of a geometry G:
+//   C, S, ROW          channels, numbers per pixel, and per row, of the input
+//   KH, KW, SH, SW     kernel and stride
+//   O, OH, OW, OUT     filters; height and width of what comes out (after pooling); numbers per row
+#pragma once
+#include "step.hpp"
+
+template <class G> struct Sizes {
+    enum {
+        OP = up(G::O),
+        V = OP % 16 ? 1 : 2, // vectors of channels in a tile
+        RV = up(G::KW * G::S) / 8,
+        N = G::KH * RV, // vectors of a filter
+        TURNED = G::KH * G::KW * G::C * OP,
+        WEIGHTS = G::O * N * 8,
+    };
+};
+constexpr int even(int n, int most) // the size of tiles that are as equal as can be
+{
+    int tiles = (n + most - 1) / most;
+    return (n + tiles - 1) / tiles;
+}
+
+// ------------------------------------------------------------------ forward
+
+// M neighbouring outputs of one row, V vectors of output channels; w is [KH][KW][C][8 V].
+template <class G, int M> TILE void conv_tile(const float *x, const float *w, const float *bias, float *out)
+{
+    constexpr int V = Sizes<G>::V, OP = Sizes<G>::OP, C = G::C, S = G::S;
+    v8 acc[M * V];
+    EACH(r, M) EACH(q, V) acc[r * V + q] = ldm(bias + 8 * q);
+    constexpr int PIECE = S == C ? G::KW * C : C; // numbers of x that follow one another
+    for (int kh = 0; kh < G::KH; kh++, x += G::ROW - G::KW * S)
+        for (int piece = 0; piece < G::KW * C / PIECE; piece++, x += S == C ? 0 : S - C)
+            for (int c = 0; c < PIECE; c++, x++, w += 8 * V) {
+                v8 b[V];
+                EACH(q, V) b[q] = ldm(w + 8 * q);
+                EACH(r, M) {
+                    v8 a = bcm(x + r * S * G::SW);
+                    EACH(q, V) acc[r * V + q] = fma8(acc[r * V + q], a, b[q]);
+                }
+            }
+    EACH(r, M) EACH(q, V) st(out + r * OP + 8 * q, acc[r * V + q]);
+}
+
+// COUNT outputs of one row, all channels, OP numbers apart.
+template <class G, int COUNT>
+INLINE void conv_row(const float *x, const float *wf, const float *bias, float *out)
+{
+    constexpr int V = Sizes<G>::V, OP = Sizes<G>::OP, most = V == 1 ? 14 : 6, S = G::S * G::SW;
+    constexpr int tiles = (COUNT + most - 1) / most, size = COUNT / tiles, larger = COUNT % tiles;
+    for (int q = 0; q < OP / (8 * V); q++, wf += G::KH * G::KW * G::C * 8 * V, bias += 8 * V, out += 8 * V) {
+        const float *from = x;
+        float *to = out;
+        for (int i = 0; i < larger; i++, from += (size + 1) * S, to += (size + 1) * OP)
+            conv_tile<G, size + 1>(from, wf, bias, to);
+        for (int i = 0; i < tiles - larger; i++, from += size * S, to += size * OP)
+            conv_tile<G, size>(from, wf, bias, to);
+    }
+}
+
+template <class G, bool RELU> static void conv_forward(const float *x, const float *wf, const float *bias, float *act)
+{
+    for (int y = 0; y < G::OH; y++, x += G::SH * G::ROW, act += G::OUT) {
+        conv_row<G, G::OW>(x, wf, bias, act);
+        if (RELU)
+            for (int k = 0; k < G::OW * Sizes<G>::OP; k += 8) st(act + k, relu8(ld(act + k)));
+    }
+}
+
+// Convolution, maximum of 2x2 squares, ReLU. `off` [OH][OW][OP] says where in x the window of each
+// maximum begins. NaN wins. Of equals the first wins, as pairs are compared: across, then down, or
+// (DOWN) the other way round.
+template <class G, bool RELU, bool DOWN>
+static void conv_pool_forward(const float *x, const float *wf, const float *bias, float *act, int32_t *off)
+{
+    constexpr int OP = Sizes<G>::OP, below = 2 * G::OW * OP;
+    constexpr int RIGHT = G::S * G::SW, UNDER = G::ROW * G::SH;
+    constexpr int near = DOWN ? below : OP, far = DOWN ? OP : below; // the square, in two steps
+    constexpr int NEAR = DOWN ? UNDER : RIGHT, FAR = DOWN ? RIGHT : UNDER;
+    float rows[2 * below] __attribute__((aligned(64)));
+    const auto wins = [](v8 b, v8 a) -> i8 { return (b > a) | (b != b); };
+    for (int py = 0; py < G::OH; py++, act += G::OUT) {
+        conv_row<G, 2 * G::OW>(x + 2 * py * UNDER, wf, bias, rows);
+        conv_row<G, 2 * G::OW>(x + (2 * py + 1) * UNDER, wf, bias, rows + below);
+        for (int px = 0; px < G::OW; px++) {
+            const i8 base = bi(2 * py * UNDER + 2 * px * RIGHT);
+            for (int q = 0; q < OP / 8; q++, off += 8) {
+                const float *p = rows + 2 * px * OP + 8 * q;
+                v8 a = ld(p), b = ld(p + near), c = ld(p + far), d = ld(p + far + near);
+                i8 second = wins(b, a), second2 = wins(d, c);
+                v8 one = pick(second, b, a), two = pick(second2, d, c);
+                i8 later = wins(two, one);
+                v8 m = pick(later, two, one);
+                *(i8u *)off = base + picki(later, (second2 & bi(NEAR)) + bi(FAR), second & bi(NEAR));
+                st(act + px * OP + 8 * q, RELU ? relu8(m) : m);
+            }
+        }
+    }
+}
+
+// Weights [O][KH][run] as the forward pass wants them: [OP / (8 V)][KH][KW][C][8 V].
+template <class G> static void turn(const float *w, float *wf)
+{
+    constexpr int V = Sizes<G>::V, R = 8 * Sizes<G>::RV, K = G::KH * G::KW;
+    for (int o = 0; o < G::O; o++)
+        for (int k = 0; k < K; k++)
+            for (int c = 0; c < G::C; c++)
+                wf[((o / (8 * V) * K + k) * G::C + c) * 8 * V + o % (8 * V)] =
+                    w[(o * G::KH + k / G::KW) * R + k % G::KW * G::S + c];
+}
+
+// ------------------------------------------------------------------ backward
+
+template <class G> static void conv_bias_backward(const float *g, float *db)
+{
+    constexpr int OP = Sizes<G>::OP;
+    for (int q = 0; q < OP; q += 8) {
+        v8 s = ld(db + q);
+        for (int y = 0; y < G::OH; y++)
+            for (int x = 0; x < G::OW; x++) s += ld(g + y * G::OUT + x * OP + q);
+        st(db + q, s);
+    }
+}
+
+// Where the window of an output begins: as pooling found, or by its place.
+template <class G, bool POOLED> INLINE int window(const int32_t *off, int y, int x)
+{
+    if (POOLED) return off[(y * G::OW + x) * Sizes<G>::OP];
+    return y * G::SH * G::ROW + x * G::SW * G::S;
+}
+
+// The places of one filter that have a gradient.
+template <class G, bool POOLED> TILE int collect(const int32_t *off, const float *g, int32_t *offs, float *gs)
+{
+    int n = 0;
+    for (int y = 0; y < G::OH; y++)
+        for (int x = 0; x < G::OW; x++) {
+            float gp = g[y * G::OUT + x * Sizes<G>::OP];
+            offs[n] = window<G, POOLED>(off, y, x), gs[n] = gp;
+            n += gp != 0;
+        }
+    return n;
+}
+
+// dw += sum over n places of g * (what the filter saw there): M vectors, from number FROM on.
+template <class G, int M, int FROM>
+TILE void weights_tile(long n, const float *x, const int32_t *off, const float *g, float *dw)
+{
+    constexpr int RV = Sizes<G>::RV;
+    v8 acc[M];
+    EACH(j, M) acc[j] = ldm(dw + 8 * (FROM + j));
+    for (const float *end = g + n; g != end; g++, off++) {
+        const v8 gp = bcm(g);
+        const float *xp = x + *off;
+        __asm__("" : "+r"(xp)); // a pointer, not an index: a third faster
+        EACH(j, M) acc[j] = fma8m(acc[j], gp, xp + (FROM + j) / RV * G::ROW + (FROM + j) % RV * 8);
+    }
+    EACH(j, M) st(dw + 8 * (FROM + j), acc[j]);
+}
+template <class G, int FROM = 0>
+INLINE void weights_tiles(long n, const float *x, const int32_t *off, const float *g, float *dw)
+{
+    constexpr int N = Sizes<G>::N, SIZE = even(N, 13);
+    if constexpr (FROM < N) {
+        weights_tile<G, (FROM + SIZE <= N ? SIZE : N - FROM), FROM>(n, x, off, g, dw);
+        weights_tiles<G, FROM + SIZE>(n, x, off, g, dw);
+    }
+}
+
+template <class G, bool POOLED>
+static void conv_weights_backward(const float *x, const int32_t *off, const float *g, float *dw)
+{
+    static thread_local int32_t offs[G::OH * G::OW + 1];
+    static thread_local float gs[G::OH * G::OW + 1];
+    for (int o = 0; o < G::O; o++, dw += Sizes<G>::N * 8) {
+        const int n = collect<G, POOLED>(off + o, g + o, offs, gs);
+        weights_tiles<G>(n, x, offs, gs, dw);
+    }
+}
+
+struct Entry {
+    float g;
+    int32_t w;
+};
+// d += sum over n entries of g * filter: M vectors from number FROM on.
+template <class G, int M, int FROM> TILE void pixel_tile(long n, const Entry *e, const float *w, float *d)
+{
+    constexpr int RV = Sizes<G>::RV;
+    v8 acc[M];
+    EACH(j, M) acc[j] = ldm(d + (FROM + j) / RV * G::ROW + (FROM + j) % RV * 8);
+    for (const Entry *end = e + n; e != end; e++) {
+        const v8 g = bcm(&e->g);
+        const float *f = w + e->w;
+        __asm__("" : "+r"(f));
+        EACH(j, M) acc[j] = fma8m(acc[j], g, f + 8 * (FROM + j));
+    }
+    EACH(j, M) st(d + (FROM + j) / RV * G::ROW + (FROM + j) % RV * 8, acc[j]);
+}
+template <class G, int FROM = 0> INLINE void pixel_tiles(long n, const Entry *e, const float *w, float *d)
+{
+    constexpr int N = Sizes<G>::N, SIZE = even(N, 13);
+    if constexpr (FROM < N) {
+        pixel_tile<G, (FROM + SIZE <= N ? SIZE : N - FROM), FROM>(n, e, w, d);
+        pixel_tiles<G, FROM + SIZE>(n, e, w, d);
+    }
+}
+
+// dx += the gradient of the input, pixel by pixel of what came out.
+template <class G, bool POOLED>
+static void conv_data_backward(const int32_t *off, const float *g, const float *w, float *dx)
+{
+    constexpr int OP = Sizes<G>::OP, N = Sizes<G>::N, RIGHT = G::S * G::SW, UNDER = G::ROW * G::SH;
+    Entry list[4][G::O + 1];
+    for (int y = 0; y < G::OH; y++)
+        for (int x = 0; x < G::OW; x++, off += POOLED ? OP : 0) {
+            const float *gp = g + y * G::OUT + x * OP;
+            int n[4] = {0, 0, 0, 0};
+            if (POOLED) {
+                const int base = 2 * y * UNDER + 2 * x * RIGHT;
+                for (int o = 0; o < G::O; o++) {
+                    int t = off[o] - base, low = t >= UNDER, k = 2 * low + (t != low * UNDER);
+                    list[k][n[k]] = {gp[o], o * N * 8};
+                    n[k] += gp[o] != 0;
+                }
+                for (int k = 0; k < 4; k++)
+                    if (n[k]) pixel_tiles<G>(n[k], list[k], w, dx + base + k / 2 * UNDER + k % 2 * RIGHT);
+            } else {
+                for (int o = 0; o < G::O; o++) {
+                    list[0][n[0]] = {gp[o], o * N * 8};
+                    n[0] += gp[o] != 0;
+                }
+                if (n[0]) pixel_tiles<G>(n[0], list[0], w, dx + y * UNDER + x * RIGHT);
+            }
+        }
+}
+
+// The gradient of a convolution is whole only after the last sample.
+template <class G> static void conv_step(const Step &s, float *g, float *w)
+{
+    constexpr int RUN = G::KW * G::S, R = 8 * Sizes<G>::RV;
+    if (R > RUN) // what lies behind the run is not the filter's
+        for (int k = 0; k < G::O * G::KH; k++)
+            for (int t = RUN; t < R; t++) g[k * R + t] = 0;
+    move_all(s, Sizes<G>::WEIGHTS, g, w);
+}
+
+// ------------------------------------------------------------------ pooling by itself
+
+//   S, H, W, ROW                numbers per pixel; the input's size; its numbers per row
+//   KH, KW, SH, SW, PH, PW      window, stride, padding
+//   OH, OW, OUT                 what comes out; numbers per row of it
+template <class P, class Use> INLINE void windows(Use use)
+{
+    for (int y = 0; y < P::OH; y++)
+        for (int x = 0; x < P::OW; x++) {
+            const int top = y * P::SH - P::PH, left = x * P::SW - P::PW;
+            const int y0 = top < 0 ? 0 : top, y1 = top + P::KH > P::H ? P::H : top + P::KH;
+            const int x0 = left < 0 ? 0 : left, x1 = left + P::KW > P::W ? P::W : left + P::KW;
+            for (int q = 0; q < P::S; q += 8) use(y, x, q, y0, y1, x0, x1);
+        }
+}
+
+// `off` [OH][OW][S] says where in x each maximum is.
+template <class P> static void max_pool_forward(const float *x, float *act, int32_t *off)
+{
+    windows<P>([&](int y, int ox, int q, int y0, int y1, int x0, int x1) {
+        i8 where = bi(y0 * P::ROW + x0 * P::S);
+        v8 most = ld(x + y0 * P::ROW + x0 * P::S + q);
+        for (int i = y0; i < y1; i++)
+            for (int j = x0; j < x1; j++) {
+                const v8 b = ld(x + i * P::ROW + j * P::S + q);
+                const i8 wins = (b > most) | (b != b);
+                most = pick(wins, b, most), where = picki(wins, bi(i * P::ROW + j * P::S), where);
+            }
+        st(act + y * P::OUT + ox * P::S + q, most);
+        *(i8u *)(off + (y * P::OW + ox) * P::S + q) = where;
+    });
+}
+template <class P> static void max_pool_backward(const int32_t *off, const float *g, float *dx)
+{
+    for (int y = 0; y < P::OH; y++)
+        for (int x = 0; x < P::OW; x++)
+            for (int c = 0; c < P::S; c++)
+                dx[off[(y * P::OW + x) * P::S + c] + c] += g[y * P::OUT + x * P::S + c];
+}
+
+// Padding counts where P::PADDED.
+template <class P> INLINE float share(int y0, int y1, int x0, int x1)
+{
+    return 1.0f / (P::PADDED ? P::KH * P::KW : (y1 - y0) * (x1 - x0));
+}
+template <class P> static void mean_pool_forward(const float *x, float *act)
+{
+    windows<P>([&](int y, int ox, int q, int y0, int y1, int x0, int x1) {
+        v8 sum = bc(0);
+        for (int i = y0; i < y1; i++)
+            for (int j = x0; j < x1; j++) sum += ld(x + i * P::ROW + j * P::S + q);
+        st(act + y * P::OUT + ox * P::S + q, sum * bc(share<P>(y0, y1, x0, x1)));
+    });
+}
+template <class P> static void mean_pool_backward(const float *g, float *dx)
+{
+    windows<P>([&](int y, int ox, int q, int y0, int y1, int x0, int x1) {
+        const v8 part = ld(g + y * P::OUT + ox * P::S + q) * bc(share<P>(y0, y1, x0, x1));
+        for (int i = y0; i < y1; i++)
+            for (int j = x0; j < x1; j++) {
+                float *d = dx + i * P::ROW + j * P::S + q;
+                st(d, ld(d) + part);
+            }
+    });
+}
+
+// ------------------------------------------------------------------ samples as they are stored
+
+// Images [C][H][W] as [H][W][S], normalised; rows are ROW apart, samples SIZE.
+template <int C, int H, int W, int S, int ROW, int SIZE, class Number>
+static void load(long n, const Number *from, const float *scale, const float *shift, float *to)
+{
+    for (; n; n--, from += C * H * W, to += SIZE)
+        for (int i = 0; i < H; i++)
+            for (int j = 0; j < W; j++)
+                for (int c = 0; c < C; c++)
+                    to[i * ROW + j * S + c] = from[(c * H + i) * W + j] * scale[c] + shift[c];
+}

@@ -1,0 +1,127 @@
+// Fully connected layers, a whole batch at a time. Rows of x and of weights are IP numbers apart,
+// rows of y OP: multiples of eight, and what lies behind the real numbers is zero.
+#pragma once
+#include "step.hpp"
+
+INLINE v8 pairs(v8 a, v8 b)
+{
+    return SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+INLINE v4 totals(v8 a, v8 b, v8 c, v8 d)
+{
+    v8 s = pairs(pairs(a, b), pairs(c, d));
+    return HALF(s, 0) + HALF(s, 1);
+}
+
+// M samples, 4 outputs: sums over the inputs in the lanes of 4 M registers.
+template <int M>
+TILE void dense_tile(long IP, long OP, bool relu, const float *x, const float *w, const float *bias,
+                     float *y)
+{
+    v8 acc[M * 4];
+    EACH(k, M * 4) acc[k] = bc(0);
+    const float *x1 = x + IP, *x2 = x + 2 * IP, *w1 = w + IP, *w2 = w + 2 * IP, *w3 = w + 3 * IP;
+    for (long k = 0; k < IP; k += 8) {
+        v8 a[M];
+        a[0] = ldm(x + k);
+        if (M > 1) a[M > 1 ? 1 : 0] = ldm(x1 + k);
+        if (M > 2) a[M > 2 ? 2 : 0] = ldm(x2 + k);
+        v8 b = ldm(w + k);
+        EACH(m, M) acc[m * 4] = fma8(acc[m * 4], a[m], b);
+        b = ldm(w1 + k);
+        EACH(m, M) acc[m * 4 + 1] = fma8(acc[m * 4 + 1], a[m], b);
+        b = ldm(w2 + k);
+        EACH(m, M) acc[m * 4 + 2] = fma8(acc[m * 4 + 2], a[m], b);
+        b = ldm(w3 + k);
+        EACH(m, M) acc[m * 4 + 3] = fma8(acc[m * 4 + 3], a[m], b);
+    }
+    EACH(m, M) {
+        v4 s = totals(acc[m * 4], acc[m * 4 + 1], acc[m * 4 + 2], acc[m * 4 + 3]) + *(const v4u *)bias;
+        if (relu) s = (v4)((i4)s & ~(s < (v4){0, 0, 0, 0}));
+        *(v4u *)(y + m * OP) = s;
+    }
+}
+
+// y = relu(x w' + bias): x [n][IP], w [O, rounded up to 4][IP], y [n][OP]. The four rows of weights
+// stay in the nearest cache while all samples pass.
+static void dense_forward(long n, long IP, long O, bool relu, const float *x, const float *w,
+                          const float *bias, float *y)
+{
+    const long OP = up(O);
+    for (long o = 0; o < O; o += 4, w += 4 * IP, bias += 4, y += 4) {
+        long m = 0;
+        for (; n - m > 4 || n - m == 3; m += 3) dense_tile<3>(IP, OP, relu, x + m * IP, w, bias, y + m * OP);
+        for (; n - m > 1; m += 2) dense_tile<2>(IP, OP, relu, x + m * IP, w, bias, y + m * OP);
+        if (n - m) dense_tile<1>(IP, OP, relu, x + m * IP, w, bias, y + m * OP);
+    }
+}
+
+// c [M][8 V] = sum over k < L of a(m, k) * b [k][8 V], or c are weights that are moved by it. Rows
+// of b are BS apart, of c CS.
+template <int M, int V, bool moving>
+TILE void outer_tile(long L, long am, long ak, long BS, long CS, const float *a, const float *b,
+                     float *c, const Step *s)
+{
+    v8 acc[M * V];
+    EACH(k, M * V) acc[k] = bc(0);
+    for (long k = 0; k < L; k++, a += ak, b += BS) {
+        v8 bv[V];
+        EACH(v, V) bv[v] = ldm(b + 8 * v);
+        const float *am_ = a;
+        EACH(m, M) {
+            v8 f = bcm(am_);
+            am_ += am;
+            EACH(v, V) acc[m * V + v] = fma8(acc[m * V + v], f, bv[v]);
+        }
+    }
+    if (moving) { // by way of memory: inlined into this function, it would crowd the loop's registers
+        float sum[M * V * 8] __attribute__((aligned(64)));
+        EACH(k, M * V) st(sum + 8 * k, acc[k]);
+        __asm__ volatile("" ::: "memory");
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < V; v++) move(*s, ld(sum + 8 * (m * V + v)), c + m * CS + 8 * v);
+    } else
+        EACH(m, M) EACH(v, V) st(c + m * CS + 8 * v, acc[m * V + v]);
+}
+
+template <int M, bool moving>
+INLINE void outer_rows(long VV, long L, long am, long ak, long BS, long CS, const float *a,
+                       const float *b, float *c, const Step *s)
+{
+    long v = 0;
+    for (; v + 2 <= VV; v += 2)
+        outer_tile<M, 2, moving>(L, am, ak, BS, CS, a, b + 8 * v, c + 8 * v, s);
+    if (v < VV) outer_tile<M, 1, moving>(L, am, ak, BS, CS, a, b + 8 * v, c + 8 * v, s);
+}
+
+template <bool moving>
+static void outer(long M, long VV, long L, long am, long ak, long BS, long CS, const float *a,
+                  const float *b, float *c, const Step *s)
+{
+    for (; M >= 6; M -= 6, a += 6 * am, c += 6 * CS) outer_rows<6, moving>(VV, L, am, ak, BS, CS, a, b, c, s);
+    for (; M >= 3; M -= 3, a += 3 * am, c += 3 * CS) outer_rows<3, moving>(VV, L, am, ak, BS, CS, a, b, c, s);
+    for (; M >= 1; M -= 1, a += 1 * am, c += 1 * CS) outer_rows<1, moving>(VV, L, am, ak, BS, CS, a, b, c, s);
+}
+
+// dx [n][IP] = dy w.
+static void dense_data_backward(long n, long IP, long O, const float *dy, const float *w, float *dx)
+{
+    outer<false>(n, IP / 8, O, up(O), 1, IP, IP, dy, w, dx, 0);
+}
+
+// Weights moved by dy' x. The gradient is never stored.
+static void dense_step(long n, long IP, long O, const float *x, const float *dy, const Step &s, float *w)
+{
+    outer<true>(O, IP / 8, n, 1, up(O), IP, IP, dy, x, w, &s);
+}
+
+// Biases moved by the sum of dy.
+static void bias_step(long n, long O, const float *dy, const Step &s, float *bias)
+{
+    const long OP = up(O);
+    for (long o = 0; o < OP; o += 8) {
+        v8 sum = bc(0);
+        for (long k = 0; k < n; k++) sum += ld(dy + k * OP + o);
+        move(s, sum, bias + o);
+    }
+}

@@ -1,0 +1,348 @@
+"""The solver for small networks: compiled code for a chain of known layers.
+
+Everything but the local steps and the forward pass of evaluations is as in `AutogradSolver`. A
+session lays its numbers into our workspace, in our order, for as long as it advances.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from polytempo.core.layout import ALL_SHARED, Parts
+from polytempo.core.objective import Drift, Objective, Plain, Proximal, Pull
+from polytempo.core.optimizer import Adam, AdamW, Sgd
+from polytempo.data import Federation
+from polytempo.training.jobs import Job
+from polytempo.training.problem import Classification, Multilabel, Problem, Regression
+from polytempo.training.session import Session
+from polytempo.training.solvers.autograd import AutogradSolver
+from polytempo.training.solvers.native.build import library
+from polytempo.training.solvers.native.chain import Unfit, chain
+from polytempo.training.solvers.native.program import Program
+
+Floats = NDArray[np.float32]
+_LOSSES: Mapping[type[Problem], int] = {Classification: 0, Regression: 1, Multilabel: 2}
+_OPTIMIZERS: Mapping[type, int] = {Sgd: 0, Adam: 1, AdamW: 2}
+_GRADIENT = 3
+_MEASURES = {"cosine": 3, "inner": 4, "l1": 5, "l2": 6}
+_AT_ONCE = 2**24  # numbers: larger shards are made ready batch by batch
+_ROOM = 64  # samples that buffers are made for at first
+
+
+class _Run(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "labels", "targets", "rows", "ends")),
+        *((name, ctypes.c_void_p) for name in ("rates", "noise")),
+        *((name, ctypes.c_int64) for name in ("steps", "taken", "optimiser", "objective", "masked")),
+        *((n, ctypes.c_double) for n in ("momentum", "decay", "beta2", "epsilon", "strength")),
+    )
+
+
+class NativeSolver(AutogradSolver):
+    """Trains and evaluates chains of known layers, by compiled code, one job at a time."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        federation: Federation,
+        seed: int,
+        parts: Parts = ALL_SHARED,
+        device: str = "cpu",
+        problem: Problem | None = None,
+    ) -> None:
+        super().__init__(module, federation, seed, parts, device, problem)
+        reason = unfit(module, federation, self.problem, device)
+        if reason:
+            raise Unfit(reason)
+        layers = chain(module, federation.shape)
+        self.program = Program(layers, self.layout, _LOSSES[type(self.problem)])
+        self._library = library(self.program.text)
+        self._library.space.restype = ctypes.c_void_p
+        self._net = ctypes.byref(self.program.net)
+        self._room, self._space = 0, ctypes.c_void_p()
+        self.work = _aligned(5 * self.program.size).reshape(5, -1)
+        self.work[0] = self.program.base
+        self._served = self.program.base.copy()
+        self._train_samples = _Samples(self)
+        self._test_samples = _Samples(self)
+        self._targets = self._as_targets()
+
+    def begin(self, job: Job) -> Session:
+        return NativeSession(self, job)
+
+    def load(self, shared: Tensor, personal: Tensor | None = None) -> None:
+        super().load(shared, personal)
+        self.spread(self.layout.vector, self._served)
+
+    def outputs(self, shard: slice) -> Tensor:
+        x = self._test_samples.of(shard)
+        self._make_room(_ROOM)
+        found = torch.empty(shard.stop - shard.start, self.program.outputs)
+        count = ctypes.c_long(len(found))
+        self._library.infer(
+            self._space, self._net, _at(self._served), ctypes.c_void_p(x), count, _at(found)
+        )
+        return found
+
+    def _as_targets(self) -> Tensor:
+        y = self.y
+        if type(self.problem) is Classification:
+            return y.to(torch.int64).contiguous()
+        return y.to(torch.float32).reshape(len(y), -1).contiguous()
+
+    def _make_room(self, samples: int) -> None:
+        if samples > self._room:
+            if self._room:
+                self._library.release(self._net, self._space)
+            self._room = samples
+            self._space = ctypes.c_void_p(self._library.space(self._net, ctypes.c_long(samples)))
+
+    def spread(self, vector: Tensor, to: Floats, count: int | None = None) -> None:
+        """Numbers in the order of the layout, in our order."""
+        n = ctypes.c_long(len(self.program.place) if count is None else count)
+        self._library.spread(n, _at(self.program.place), _at(vector), _at(to))
+
+    def loader(self, kind: torch.dtype) -> Any:
+        """What lays samples out."""
+        library = self._library
+        return library.load_bytes if kind == torch.uint8 else library.load_numbers
+
+    def gather(self, numbers: Floats) -> Tensor:
+        found = torch.empty(len(self.program.place))
+        n = ctypes.c_long(len(found))
+        self._library.gather(n, _at(self.program.place), _at(numbers), _at(found))
+        return found
+
+    # -- a session's steps ---------------------------------------------------------------------------
+
+    def knows(self, session: Session) -> bool:
+        """Whether the session asks for nothing but what is computed here."""
+        task = session.task
+        return (
+            _objective(task.objective) is not None
+            and type(task.optimizer) in _OPTIMIZERS
+            and not (task.upload == "gradient" and self.layout.personal)
+        )
+
+    def descend(self, session: NativeSession, until: int) -> None:
+        """Take the steps up to that one, on one and the same received model."""
+        task, work = session.task, self.work
+        kind, strength = _objective(task.objective) or (0, 0.0)
+        self.spread(session.vector, work[0])
+        if kind:
+            anchor = session.vectors.get("anchor", session.received)
+            self.spread(anchor, work[2], self.layout.parameters)
+        if session.frozen is not None:
+            self.spread(_mask(session.frozen), work[4], self.layout.parameters)
+        optimizer: Any = task.optimizer
+        adam = isinstance(optimizer, Adam)
+        run = _Run(
+            taken=session.load_moments(self),
+            optimiser=_GRADIENT if task.upload == "gradient" else _OPTIMIZERS[type(optimizer)],
+            objective=kind,
+            masked=session.frozen is not None,
+            momentum=1 - optimizer.beta1 if adam else optimizer.momentum,
+            decay=optimizer.weight_decay,
+            beta2=optimizer.beta2 if adam else 0.0,
+            epsilon=optimizer.epsilon if adam else 0.0,
+            strength=strength,
+        )
+        shard = self.federation.train[session.job.client]
+        large = (shard.stop - shard.start) * self.program.inputs > _AT_ONCE
+        if self.program.noise or large:
+            for step in range(session.step, until):
+                noise = self._noise(session, step)
+                self._train(session, run, range(step, step + 1), shard, large, noise)
+        else:
+            self._train(session, run, range(session.step, until), shard, large, None)
+        if task.upload == "gradient":
+            session.gradient = self.gather(work[1])
+        else:
+            session.vector = self.gather(work[0])
+            session.keep_moments(self, run.taken)
+        session.step = until
+
+    def _train(
+        self,
+        session: Session,
+        run: _Run,
+        steps: range,
+        shard: slice,
+        large: bool,
+        noise: Tensor | None,
+    ) -> None:
+        batches = [session.rows(step).numpy() for step in steps]
+        ends = np.cumsum([len(batch) for batch in batches])
+        rows, targets = np.concatenate(batches), self._targets[shard]
+        rates = np.array([session.task.rate(step) for step in steps])
+        if large:  # one batch alone is made ready
+            samples, targets = self._train_samples.some(shard, rows), targets[rows]
+            rows = np.arange(len(rows))
+        else:
+            samples = self._train_samples.of(shard)
+        self._make_room(max(len(batch) for batch in batches))
+        run.x, run.labels, run.targets = samples, targets.data_ptr(), targets.data_ptr()
+        run.rows, run.ends, run.rates = rows.ctypes.data, ends.ctypes.data, rates.ctypes.data
+        run.noise = None if noise is None else noise.data_ptr()
+        run.steps = len(steps)
+        self._library.train(self._space, self._net, _at(self.work), ctypes.byref(run))
+        run.taken += run.steps
+
+    def _noise(self, session: Session, step: int) -> Tensor | None:
+        """What dropout layers multiply by at that step: the numbers that torch's would draw."""
+        if not self.program.noise:
+            return None
+        samples = len(session.rows(step))
+        with self.own_randomness():
+            self.set_randomness(*session.job.stream, "step", step)
+            return torch.cat(
+                [
+                    torch.empty(samples * numbers).bernoulli_(1 - share).div_(1 - share)
+                    for numbers, share in self.program.noise
+                ]
+            )
+
+
+class NativeSession(Session):
+    """A session whose steps are taken by compiled code, where that knows how."""
+
+    solver: NativeSolver
+
+    def _descend(self, until: int) -> None:
+        if self.solver.knows(self):
+            self.solver.descend(self, until)
+        else:
+            super()._descend(until)
+
+    def load_moments(self, solver: NativeSolver) -> int:
+        """Lay the moments of the optimiser into the workspace; how many steps they are made of."""
+        names = _MOMENTS[type(self.task.optimizer)]
+        for name, row in names.items():
+            if self._moments is None:
+                solver.work[row] = 0
+            else:
+                solver.spread(self._moments[name], solver.work[row])
+        adam = len(names) > 1 and self._moments is not None
+        return int(self._moments["count"]) if adam and self._moments else 0
+
+    def keep_moments(self, solver: NativeSolver, taken: int) -> None:
+        """Take them out again, if anybody will want them."""
+        if not self.task.keep_optimizer and self.step == self.last:
+            return
+        moments = self.task.optimizer.begin(self.vector)
+        for name, row in _MOMENTS[type(self.task.optimizer)].items():
+            moments[name] = solver.gather(solver.work[row])
+        if "count" in moments:
+            moments["count"].fill_(taken)
+        self._moments = moments
+
+
+class _Samples:
+    """Samples as the compiled code takes them. The buffer is kept: fresh pages cost a tenth of a
+    training."""
+
+    def __init__(self, solver: NativeSolver) -> None:
+        self._solver = solver
+        self._buffer = _aligned(0)
+        self._held: tuple[int, int] | None = None
+        federation, channels = solver.federation, solver.federation.shape[0]
+        scale, shift = np.ones(channels), np.zeros(channels)
+        if federation.x.dtype == torch.uint8:
+            mean, std = np.zeros(channels), np.ones(channels)
+            if federation.mean is not None and federation.std is not None:
+                mean, std = np.array(federation.mean), np.array(federation.std)
+            scale, shift = 1 / (255 * std), -mean / std
+        self._scale, self._shift = scale.astype(np.float32), shift.astype(np.float32)
+
+    def of(self, shard: slice) -> int:
+        """The address of these samples, until others are asked for."""
+        bounds = shard.start, shard.stop
+        if self._held != bounds:
+            self._place = self._load(self._solver.x[shard])
+            self._held = bounds
+        return self._place
+
+    def some(self, shard: slice, rows: NDArray[np.int64]) -> int:
+        """Of these samples of a shard."""
+        self._held = None
+        return self._load(self._solver.x[shard][torch.from_numpy(rows)])
+
+    def _load(self, x: Tensor) -> int:
+        program, count = self._solver.program, len(x)
+        if not program.stages:
+            ready = self._solver.inputs(x).flatten(1)
+            if ready.shape[1] == program.inputs and ready.is_contiguous():
+                self._kept = ready
+                return ready.data_ptr()
+            self._reserve(count * program.inputs)
+            rows = self._buffer[: count * program.inputs].reshape(count, -1)
+            rows[:, : ready.shape[1]] = ready.numpy()
+            return self._buffer.ctypes.data
+        if x.dtype not in (torch.uint8, torch.float32):
+            x = self._solver.inputs(x)
+        x = x.contiguous()
+        self._reserve(count * program.inputs)
+        loader = self._solver.loader(x.dtype)
+        loader(ctypes.c_long(count), _at(x), _at(self._scale), _at(self._shift), _at(self._buffer))
+        return self._buffer.ctypes.data
+
+    def _reserve(self, numbers: int) -> None:
+        if len(self._buffer) < numbers + 64:  # vectors may begin at the last number
+            self._buffer = _aligned(numbers + 64)
+
+
+def unfit(module: nn.Module, federation: Federation, problem: Problem, device: str) -> str | None:
+    """Why this cannot be computed here; None if it can."""
+    if device != "cpu":
+        return f"it is for CPUs, not {device}"
+    if type(problem) not in _LOSSES:
+        return f"{problem.name} is not one of its problems"
+    if federation.vocabulary is not None:
+        return "the data are tokens"
+    try:
+        chain(module, federation.shape)
+    except Unfit as error:
+        return f"{type(module).__name__}: {error}"
+    return None
+
+
+_MOMENTS: Mapping[type, Mapping[str, int]] = {
+    Sgd: {"momentum": 1},
+    Adam: {"first": 1, "second": 3},
+    AdamW: {"first": 1, "second": 3},
+}
+
+
+def _objective(objective: Objective) -> tuple[int, float] | None:
+    """The number of an objective in step.hpp, and its strength; None if it is not one of these."""
+    if type(objective) is Plain:
+        return 0, 0.0
+    if type(objective) is Proximal:
+        return (1 if objective.power == 2 else 2), objective.mu
+    if type(objective) is Pull:
+        return _MEASURES[objective.measure], objective.strength
+    return (7, 0.0) if type(objective) is Drift else None
+
+
+def _mask(frozen: Tensor) -> Tensor:
+    """All bits where a number may move, none where it is frozen."""
+    return (~frozen).to(torch.int32).neg().view(torch.float32)
+
+
+def _at(array: Tensor | NDArray[Any]) -> ctypes.c_void_p:
+    if isinstance(array, Tensor):
+        return ctypes.c_void_p(array.data_ptr())
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _aligned(numbers: int) -> Floats:
+    """Zeros that begin at a multiple of 64 bytes."""
+    room = np.zeros(numbers + 16, np.float32)
+    return room[-(room.ctypes.data // 4) % 16 :][:numbers]
