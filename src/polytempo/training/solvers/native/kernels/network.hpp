@@ -159,7 +159,7 @@ void train(Space *s, const Net *net, float *w, const Run *run)
     memset(how, 0, sizeof how);
     Step &h = how[SHARED];
     h.optimiser = run->optimiser, h.masked = run->masked, h.momentum = run->momentum;
-    h.decay = run->decay, h.beta2 = run->beta2, h.epsilon = run->epsilon;
+    h.decay = run->decay, h.beta2 = run->beta2, h.rest2 = 1 - run->beta2, h.epsilon = run->epsilon;
     h.moment = net->size, h.anchor = 2 * net->size, h.moment2 = 3 * net->size, h.mask = 4 * net->size;
     for (long k = 0, begin = 0; k < run->steps; begin = run->ends[k++]) {
         const int64_t *rows = run->rows + begin;

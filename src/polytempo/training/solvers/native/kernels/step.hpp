@@ -11,7 +11,7 @@ struct Step {
     int optimiser;
     bool pulled, masked;
     float lr, momentum, decay;               // momentum: of Adam, 1 - beta1
-    float beta2, epsilon, first, second;     // Adam: 1 - beta1^t, 1 - beta2^t
+    float beta2, rest2, epsilon, first, second; // Adam: rest2 = 1 - beta2, 1 - beta1^t, 1 - beta2^t
     float u, v, away, sign;                  // the objective: u w + v a + away (w - a) + sign sgn(w - a)
     long moment, anchor, moment2, mask;
 };
@@ -39,7 +39,7 @@ INLINE void move(const Step &s, v8 g, float *w)
     }
     float *q = w + s.moment2;
     const v8 mm = ld(m) + (g - ld(m)) * bc(s.momentum);
-    const v8 qq = ld(q) * bc(s.beta2) + g * g * bc(1 - s.beta2);
+    const v8 qq = ld(q) * bc(s.beta2) + g * g * bc(s.rest2);
     st(m, mm), st(q, qq);
     v8 now = s.optimiser == ADAMW ? old * bc(1 - s.lr * s.decay) : old;
     now -= bc(s.lr / s.first) * mm / (sqrt8(qq / bc(s.second)) + bc(s.epsilon));
