@@ -16,8 +16,11 @@ from polytempo.training.executors.processes import Processes, cores
 from polytempo.training.problem import Problem, problem_for
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.dense import DenseSolver
+from polytempo.training.solvers.native.build import NoCompiler
+from polytempo.training.solvers.native.chain import Unfit
+from polytempo.training.solvers.native.solver import NativeSolver
 
-SolverName = Literal["auto", "torch", "dense"]
+SolverName = Literal["auto", "torch", "dense", "native"]
 BackendName = Literal["auto", "serial", "processes", "ray"]
 
 
@@ -39,7 +42,8 @@ def make_executor(
     Solvers, how a training is computed:
     torch:     anything, by autograd
     dense:     stacks of fully connected layers with ReLU, several clients at once
-    auto:      dense if the model allows it, else torch
+    native:    chains of common layers, by code that is compiled for them
+    auto:      native if the model allows it and there is a compiler, else dense or torch
 
     Backends, where trainings run:
     serial:    one after the other, in this process
@@ -50,9 +54,7 @@ def make_executor(
     The numbers depend on the solver (equal to about 1e-6) and the device, on nothing else.
     """
     problem = problem_for(federation, problem)
-    kind = _solver(module, problem, parts, solver, device)
-    chosen = kind(module, federation, seed, parts, device, problem)
-    how = "dense" if isinstance(chosen, DenseSolver) else "torch"
+    chosen, how = _solver(solver, module, federation, seed, parts, device, problem)
     if name == "serial" and workers not in (None, 1):
         raise PolytempoError(f"backend serial has no workers, got {workers}; use backend processes")
     if chosen.device.type != "cpu" and (name in ("processes", "ray") or workers not in (None, 1)):
@@ -63,19 +65,37 @@ def make_executor(
         from polytempo.training.executors.ray_actors import RayPool, processors
 
         count = workers or processors()
-        return Executor(chosen, lambda: RayPool(chosen, count), f"{how} on {count} Ray workers")
+        about = how.format(f" on {count} Ray workers")
+        return Executor(chosen, lambda: RayPool(chosen, count), about)
     if workers is None:
         several = sys.platform == "linux" and (name == "processes" or not small)
         workers = cores() if several and name != "serial" and chosen.device.type == "cpu" else 1
     if workers > 1 or name == "processes":
         count = workers
-        return Executor(chosen, lambda: Processes(chosen, count), f"{how} on {count} processes")
-    return Executor(chosen, None, f"{how}, serial")
+        about = how.format(f" on {count} processes")
+        return Executor(chosen, lambda: Processes(chosen, count), about)
+    return Executor(chosen, None, how.format(", serial"))
 
 
 def _solver(
-    module: nn.Module, problem: Problem, parts: Parts, name: SolverName, device: str
-) -> type[AutogradSolver]:
+    name: SolverName,
+    module: nn.Module,
+    federation: Federation,
+    seed: int,
+    parts: Parts,
+    device: str,
+    problem: Problem,
+) -> tuple[AutogradSolver, str]:
+    """The solver of that name, and what is said of it, with room for where it runs."""
+    given = (module, federation, seed, parts, device, problem)
+    why = ""
+    if name in ("auto", "native"):
+        try:
+            return NativeSolver(*given), "native{}"
+        except (Unfit, NoCompiler) as error:
+            if name == "native":
+                raise PolytempoError(f"solver native: {error}; use --solver auto") from error
+            why = f" (not native: {error})"
     fits = DenseSolver.fits(module, parts, problem) and device == "cpu"
     if name == "dense" and not fits:
         raise PolytempoError(
@@ -83,7 +103,9 @@ def _solver(
             f"for classification on the CPU, not a {type(module).__name__} for {problem.name} on "
             f"{device}: use --solver torch, or auto"
         )
-    return DenseSolver if name != "torch" and fits else AutogradSolver
+    if name != "torch" and fits:
+        return DenseSolver(*given), f"dense{{}}{why}"
+    return AutogradSolver(*given), f"torch{{}}{why}"
 
 
 def find_device(name: str) -> str:

@@ -55,7 +55,7 @@ class _LayerStruct(ctypes.Structure):
 
 class NetStruct(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("size", "inputs", "outputs", "layers", "loss")),
+        *((name, ctypes.c_int64) for name in ("size", "inputs", "outputs", "layers", "criterion")),
         ("front_trained", ctypes.c_int64),
         ("layer", _LayerStruct * _MOST),
         ("runs", ctypes.c_int64),
@@ -145,6 +145,11 @@ class BatchLayer:
     relu: bool
     regions: list[Region]
 
+    @property
+    def trained(self) -> bool:
+        """Whether its matrix is."""
+        return bool(self.regions) and self.regions[0].owner != _FROZEN
+
 
 class Program:
     """What is compiled, and how its vector of numbers relates to that of a `Layout`.
@@ -193,7 +198,7 @@ class Program:
         return [*self.stages, *self.batch_layers]
 
     def _net(self, loss: int) -> NetStruct:
-        net = NetStruct(size=self.size, inputs=self.inputs, outputs=self.outputs, loss=loss)
+        net = NetStruct(size=self.size, inputs=self.inputs, outputs=self.outputs, criterion=loss)
         net.layers = len(self.batch_layers)
         below = net.front_trained = int(any(stage.trained for stage in self.stages))
         for struct, each in zip(net.layer, self.batch_layers, strict=False):

@@ -7,6 +7,7 @@ session lays its numbers into our workspace, in our order, for as long as it adv
 from __future__ import annotations
 
 import ctypes
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,8 @@ from polytempo.training.problem import Classification, Multilabel, Problem, Regr
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.native.build import library
-from polytempo.training.solvers.native.chain import Unfit, chain
-from polytempo.training.solvers.native.program import Program
+from polytempo.training.solvers.native.chain import Dense, Unfit, chain
+from polytempo.training.solvers.native.program import Program, up
 
 Floats = NDArray[np.float32]
 _LOSSES: Mapping[type[Problem], int] = {Classification: 0, Regression: 1, Multilabel: 2}
@@ -34,6 +35,8 @@ _GRADIENT = 3
 _MEASURES = {"cosine": 3, "inner": 4, "l1": 5, "l2": 6}
 _AT_ONCE = 2**24  # numbers: larger shards are made ready batch by batch
 _ROOM = 64  # samples that buffers are made for at first
+_KEPT = 2**27  # bytes of products of samples that are remembered
+_BY_PRODUCTS = (0, 1, 3, 4)  # objectives that a layer in dual form can have
 
 
 class _Run(ctypes.Structure):
@@ -73,6 +76,8 @@ class NativeSolver(AutogradSolver):
         self._train_samples = _Samples(self)
         self._test_samples = _Samples(self)
         self._targets = self._as_targets()
+        self._grams: OrderedDict[int, Floats] = OrderedDict()
+        self._dual_room = _aligned(0)
 
     def begin(self, job: Job) -> Session:
         return NativeSession(self, job)
@@ -161,7 +166,9 @@ class NativeSolver(AutogradSolver):
                 noise = self._noise(session, step)
                 self._train(session, run, range(step, step + 1), shard, large, noise)
         else:
-            self._train(session, run, range(session.step, until), shard, large, None)
+            steps = range(session.step, until)
+            dual = session.alone(until) and self._dual(session, kind, steps)
+            self._train(session, run, steps, shard, large, None, dual)
         if task.upload == "gradient":
             session.gradient = self.gather(work[1])
         else:
@@ -177,6 +184,7 @@ class NativeSolver(AutogradSolver):
         shard: slice,
         large: bool,
         noise: Tensor | None,
+        dual: bool = False,
     ) -> None:
         batches = [session.rows(step).numpy() for step in steps]
         ends = np.cumsum([len(batch) for batch in batches])
@@ -192,8 +200,48 @@ class NativeSolver(AutogradSolver):
         run.rows, run.ends, run.rates = rows.ctypes.data, ends.ctypes.data, rates.ctypes.data
         run.noise = None if noise is None else noise.data_ptr()
         run.steps = len(steps)
-        self._library.train(self._space, self._net, _at(self.work), ctypes.byref(run))
+        given = self._space, self._net, _at(self.work), ctypes.byref(run)
+        if dual:
+            client, outputs = session.job.client, up(self.program.batch_layers[0].outputs)
+            if len(self._dual_room) < 5 * len(targets) * outputs:
+                self._dual_room = _aligned(5 * len(targets) * outputs)
+            gram, count = self._gram(client, samples, len(targets)), ctypes.c_long(len(targets))
+            self._library.train_dual(*given, count, _at(gram), _at(self._dual_room))
+        else:
+            self._library.train(*given)
         run.taken += run.steps
+
+    def _dual(self, session: Session, kind: int, steps: range) -> bool:
+        """Whether the dual form of the first layer can be used, and takes less arithmetic."""
+        first, task, samples = self.program.batch_layers[0], session.task, session.samples
+        if (
+            self.program.stages
+            or not isinstance(first.layer, Dense)
+            or not first.trained
+            or type(task.optimizer) is not Sgd
+            or kind not in _BY_PRODUCTS
+            or "anchor" in session.vectors
+            or session.frozen is not None
+            or task.keep_optimizer
+            or task.upload == "gradient"
+        ):
+            return False
+        seen = len(steps) * min(samples, task.batch_size)
+        direct = 2 * seen * first.inputs * first.outputs
+        dual = samples * (seen * first.outputs + first.inputs * (2 * first.outputs + samples))
+        return dual < 0.8 * direct
+
+    def _gram(self, client: int, samples: int, count: int) -> Floats:
+        """The products of the client's samples with each other."""
+        gram = self._grams.pop(client, None)
+        if gram is None:
+            gram = _aligned(count * up(count))
+            n, numbers = ctypes.c_long(count), ctypes.c_long(self.program.inputs)
+            self._library.gram(n, numbers, ctypes.c_void_p(samples), _at(gram))
+        self._grams[client] = gram  # the most recent one comes last
+        while len(self._grams) > 1 and sum(g.nbytes for g in self._grams.values()) > _KEPT:
+            self._grams.popitem(last=False)
+        return gram
 
     def _noise(self, session: Session, step: int) -> Tensor | None:
         """What dropout layers multiply by at that step: the numbers that torch's would draw."""
@@ -220,6 +268,11 @@ class NativeSession(Session):
             self.solver.descend(self, until)
         else:
             super()._descend(until)
+
+    def alone(self, until: int) -> bool:
+        """Whether nothing is left of steps before these, and nobody asks for their moments."""
+        ahead = self._swaps[0].step if self._swaps else self.last
+        return self._moments is None and until == ahead
 
     def load_moments(self, solver: NativeSolver) -> int:
         """Lay the moments of the optimiser into the workspace; how many steps they are made of."""

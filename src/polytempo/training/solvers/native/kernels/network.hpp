@@ -17,7 +17,7 @@ struct Layer {
     double number;
 };
 struct Net {
-    int64_t size, inputs, outputs, layers, loss, front_trained;
+    int64_t size, inputs, outputs, layers, criterion, front_trained;
     Layer layer[MOST];
     Runs shared;
 };
@@ -61,11 +61,13 @@ struct Space {
     float *x, *grad, *y[MOST], *d[MOST], *kept[MOST];
 };
 
+// Layers from number `first` on; with 0, the samples are brought in before.
 static void forward(Space *s, const Net *net, const float *w, const float *x, const int64_t *rows, long n,
-                    const float *noise)
+                    const float *noise, long first = 0)
 {
-    const float *in = s->x;
-    if (FEATURES) {
+    const float *in = first ? s->y[first - 1] : s->x;
+    if (first) {
+    } else if (FEATURES) {
         for (long k = 0; k < n; k++)
             front_forward(s->front, w, x + (rows ? rows[k] : k) * SAMPLE, k, n, noise);
         in = front_out(s->front);
@@ -73,7 +75,7 @@ static void forward(Space *s, const Net *net, const float *w, const float *x, co
     } else
         for (long k = 0; k < n; k++)
             memcpy(s->x + k * net->inputs, x + (rows ? rows[k] : k) * net->inputs, 4 * net->inputs);
-    for (long k = 0; k < net->layers; in = s->y[k++]) {
+    for (long k = first; k < net->layers; in = s->y[k++]) {
         const Layer &l = net->layer[k];
         if (l.kind == DENSE)
             dense_forward(n, l.inputs, l.outputs, l.option, in, w + l.weight, w + l.bias, s->y[k]);
@@ -88,7 +90,7 @@ static void forward(Space *s, const Net *net, const float *w, const float *x, co
 }
 
 static void backward(Space *s, const Net *net, float *w, const float *x, const int64_t *rows, long n,
-                     const float *noise, const Step *how)
+                     const float *noise, const Step *how, long first = 0)
 {
     const float *past = noise; // the noise of the layer at hand ends here
     if (noise) {
@@ -96,7 +98,7 @@ static void backward(Space *s, const Net *net, float *w, const float *x, const i
         for (long k = 0; k < net->layers; k++)
             if (net->layer[k].kind == DROPOUT) past += n * net->layer[k].outputs;
     }
-    for (long k = net->layers - 1; k >= 0; k--) {
+    for (long k = net->layers - 1; k >= first; k--) {
         const Layer &l = net->layer[k];
         const float *in = k ? s->y[k - 1] : FEATURES ? front_out(s->front) : s->x;
         float *dx = !l.wanted ? 0 : k ? s->d[k - 1] : front_gradient(s->front), *dy = s->d[k];
@@ -120,11 +122,36 @@ static void backward(Space *s, const Net *net, float *w, const float *x, const i
         }
         if (!l.wanted) return;
     }
-    if (FEATURES && net->front_trained) {
+    if (FEATURES && net->front_trained && !first) {
         front_begin_gradient(s->front);
         for (long k = 0; k < n; k++) front_backward(s->front, w, x + rows[k] * SAMPLE, k, n, noise);
         front_step(s->front, w, how);
     }
+}
+
+// Step k of the run, without its objective; and what it is for parameters of the client's own.
+static Step step_of(const Net *net, const Run *run, long k)
+{
+    Step h = {};
+    const long t = run->taken + k + 1;
+    h.optimiser = run->optimiser, h.masked = run->masked, h.lr = run->rates[k], h.momentum = run->momentum;
+    h.decay = run->decay, h.beta2 = run->beta2, h.rest2 = 1 - run->beta2, h.epsilon = run->epsilon;
+    if (run->optimiser == ADAM || run->optimiser == ADAMW)
+        h.first = 1 - pow(1 - run->momentum, t), h.second = 1 - pow(run->beta2, t);
+    h.moment = net->size, h.anchor = 2 * net->size, h.moment2 = 3 * net->size, h.mask = 4 * net->size;
+    return h;
+}
+static Step own(Step h)
+{
+    h.pulled = h.masked = false;
+    return h;
+}
+
+static void loss(Space *s, const Net *net, const Run *run, const int64_t *rows, long n)
+{
+    const long last = net->layers - 1;
+    memcpy(s->d[last], s->y[last], 4 * n * up(net->outputs));
+    loss_backward(net->criterion, n, net->outputs, s->d[last], run->labels, run->targets, rows);
 }
 
 extern "C" {
@@ -155,26 +182,94 @@ void release(const Net *net, Space *s)
 // w is [5][size]: the model, its first moment, the anchor, the second moment, the mask.
 void train(Space *s, const Net *net, float *w, const Run *run)
 {
-    Step how[2];
-    memset(how, 0, sizeof how);
-    Step &h = how[SHARED];
-    h.optimiser = run->optimiser, h.masked = run->masked, h.momentum = run->momentum;
-    h.decay = run->decay, h.beta2 = run->beta2, h.rest2 = 1 - run->beta2, h.epsilon = run->epsilon;
-    h.moment = net->size, h.anchor = 2 * net->size, h.moment2 = 3 * net->size, h.mask = 4 * net->size;
     for (long k = 0, begin = 0; k < run->steps; begin = run->ends[k++]) {
         const int64_t *rows = run->rows + begin;
-        const long n = run->ends[k] - begin, t = run->taken + k + 1, last = net->layers - 1;
-        h.lr = run->rates[k];
-        if (run->optimiser == ADAM || run->optimiser == ADAMW)
-            h.first = 1 - pow(1 - run->momentum, t), h.second = 1 - pow(run->beta2, t);
-        pull(run->objective, run->strength, net->shared, w, h);
-        how[OWN] = h, how[OWN].pulled = how[OWN].masked = false;
+        const long n = run->ends[k] - begin;
+        Step how[2] = {step_of(net, run, k)};
+        pull(run->objective, run->strength, net->shared, w, how[SHARED]);
+        how[OWN] = own(how[SHARED]);
         front_begin(s->front, w);
         forward(s, net, w, run->x, rows, n, run->noise);
-        memcpy(s->d[last], s->y[last], 4 * n * up(net->outputs));
-        loss_backward(net->loss, n, net->outputs, s->d[last], run->labels, run->targets, rows);
+        loss(s, net, run, rows, n);
         backward(s, net, w, run->x, rows, n, run->noise, how);
     }
+}
+
+// The products of n samples with each other, [n][n, rounded up].
+void gram(long n, long numbers, const float *x, float *to)
+{
+    float *none = (float *)take(up(n));
+    float *padded = (float *)take(up(n, 4) * numbers); // rows of weights come in fours
+    memcpy(padded, x, 4 * n * numbers);
+    dense_forward(n, numbers, n, false, x, padded, none, to);
+    free(none), free(padded);
+}
+
+// The same as `train`, with the first layer in *dual* form: for few samples X of many features. All
+// gradients of the layer are combinations of the samples, and weight decay or a pull towards the
+// received W0 only scale, so that at any time W = alpha W0 + C' X. We train C and alpha, and the
+// activations of all samples Z = X W' with them: Z begins as Z0 = X W0' and is moved as if it were
+// weights too, by X X' times the gradient of C, which is the error itself in the rows of the batch.
+// `room` is [5][samples][outputs, rounded up].
+void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples, const float *gram, float *room)
+{
+    const Layer &l = net->layer[0];
+    const long O = l.outputs, OP = up(O), IP = l.inputs, GP = up(samples), block = samples * OP;
+    float *C = room, *Z = room + 2 * block, *Z0 = room + 4 * block, *W = w + l.weight, *none = (float *)take(OP);
+    float *sums = (float *)take(O * IP), *products_of = (float *)take((s->room + 1) * GP);
+    int64_t *number = (int64_t *)take(2 * samples); // in the batch, from 1
+    memset(room, 0, 4 * 2 * block);
+    dense_forward(samples, IP, O, false, run->x, W, none, Z0);
+    memcpy(Z, Z0, 4 * block), memset(Z + block, 0, 4 * block);
+    const bool shared = l.weight_is == SHARED;
+    const Runs others = {net->shared.count - shared, net->shared.from + shared, net->shared.to + shared};
+    const double whole = shared ? dot(O * IP, W, W) : 0;
+    double alpha = 1, speed = 0;
+    for (long k = 0, begin = 0; k < run->steps; begin = run->ends[k++]) {
+        const int64_t *rows = run->rows + begin;
+        const long n = run->ends[k] - begin;
+        Step how[2] = {step_of(net, run, k)};
+        Products p = {};
+        if (run->objective == COSINE || run->objective == INNER) {
+            p = products(others, w, w + 2 * net->size);
+            if (shared) {
+                const double across = dot(block, C, Z0);
+                p.ww += alpha * alpha * whole + alpha * across + dot(block, C, Z);
+                p.wa += alpha * whole + across, p.aa += whole;
+            }
+        }
+        pull_by(run->objective, run->strength, p, how[SHARED]);
+        how[OWN] = own(how[SHARED]);
+        float *y = s->y[0], *e = s->d[0];
+        for (long m = 0; m < n; m++)
+            for (long o = 0; o < OP; o += 8) {
+                const v8 z = ld(Z + rows[m] * OP + o) + ld(w + l.bias + o);
+                st(y + m * OP + o, l.option ? relu8(z) : z);
+            }
+        forward(s, net, w, 0, 0, n, 0, 1);
+        loss(s, net, run, rows, n);
+        backward(s, net, w, 0, 0, n, 0, how, 1);
+        if (l.option) mask_gradient(n * OP, y, e);
+        if (l.bias_is >= 0) bias_step(n, O, e, how[l.bias_is], w + l.bias);
+        Step h = how[l.weight_is];
+        const double u = h.pulled ? h.u + h.away : 0, v = h.pulled ? h.v - h.away : 0;
+        speed = h.momentum * speed + (h.decay + u) * alpha + v, alpha -= h.lr * speed;
+        h.moment = block, h.anchor = 2 * block; // Z, then its momentum, then Z0
+        for (long m = 0; m < n; m++) {
+            number[rows[m]] = m + 1;
+            memcpy(products_of + m * GP, gram + rows[m] * GP, 4 * GP);
+        }
+        outer<true>(samples, OP / 8, n, 1, GP, OP, OP, products_of, e, Z, &h);
+        h.pulled = false, h.decay += u; // C has no anchor
+        for (long m = 0; m < samples; m++) {
+            for (long o = 0; o < OP; o += 8)
+                move(h, number[m] ? ld(e + (number[m] - 1) * OP + o) : bc(0), C + m * OP + o);
+            number[m] = 0;
+        }
+    }
+    outer<false>(O, IP / 8, samples, 1, OP, IP, IP, C, run->x, sums, 0);
+    for (long k = 0; k < O * IP; k += 8) st(W + k, bc(alpha) * ld(W + k) + ld(sums + k));
+    free(none), free(sums), free(products_of), free(number);
 }
 
 // What the model makes of n samples, [n][outputs].

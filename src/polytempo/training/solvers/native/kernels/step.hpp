@@ -63,28 +63,50 @@ template <class Sum> INLINE double over(const Runs &r, Sum sum)
     return found;
 }
 
+// Of the weights and the anchor, with themselves and each other.
+struct Products {
+    double ww, wa, aa;
+};
+static Products products(const Runs &r, const float *w, const float *a)
+{
+    const auto product = [&](const float *x, const float *y) {
+        return over(r, [&](long at, long n) { return dot(n, x + at, y + at); });
+    };
+    return {product(w, w), product(w, a), product(a, a)};
+}
+
+// Objectives that these are all they need of the vectors.
+INLINE bool by_products(int objective)
+{
+    return objective == PLAIN || objective == PROXIMAL || objective == COSINE || objective == INNER;
+}
+static void pull_by(int objective, float strength, const Products &p, Step &s)
+{
+    s.u = s.v = s.away = s.sign = 0;
+    s.pulled = objective != PLAIN;
+    if (objective == PROXIMAL) s.away = strength;
+    if (objective == INNER) s.v = -strength / fmax(p.aa, 1e-12);
+    if (objective == COSINE) {
+        const double scale = sqrt(p.ww) * sqrt(p.aa), inverse = scale > 0 ? strength / scale : 0;
+        s.u = inverse * p.wa / fmax(p.ww, 1e-30), s.v = -inverse; // zero has cosine 0
+    }
+}
+
 // What the objective adds to the gradient at w.
 static void pull(int objective, float strength, const Runs &r, const float *w, Step &s)
 {
     const float *a = w + s.anchor;
-    const auto product = [&](const float *x, const float *y) {
-        return over(r, [&](long at, long n) { return dot(n, x + at, y + at); });
-    };
-    const auto apart = [&] {
-        return sqrt(over(r, [&](long at, long n) { return distance(n, w + at, a + at); }));
-    };
+    if (by_products(objective)) {
+        const bool needed = objective == COSINE || objective == INNER;
+        return pull_by(objective, strength, needed ? products(r, w, a) : Products{}, s);
+    }
     s.u = s.v = s.away = s.sign = 0;
-    s.pulled = objective != PLAIN;
-    if (objective == PROXIMAL) s.away = strength;
-    if (objective == UNSQUARED) s.away = strength / fmax(apart(), 1e-12);
+    s.pulled = true;
+    const double apart = sqrt(over(r, [&](long at, long n) { return distance(n, w + at, a + at); }));
+    const double length = sqrt(over(r, [&](long at, long n) { return dot(n, a + at, a + at); }));
     if (objective == DRIFT) s.v = 1;
-    if (objective == INNER) s.v = -strength / fmax(product(a, a), 1e-12);
-    if (objective == L2) s.away = strength / fmax(apart() * sqrt(product(a, a)), 1e-12);
+    if (objective == UNSQUARED) s.away = strength / fmax(apart, 1e-12);
+    if (objective == L2) s.away = strength / fmax(apart * length, 1e-12);
     if (objective == L1)
         s.sign = strength / fmax(over(r, [&](long at, long n) { return length1(n, a + at); }), 1e-12);
-    if (objective == COSINE) {
-        const double ww = product(w, w), scale = sqrt(ww) * sqrt(product(a, a));
-        const double inverse = scale > 0 ? strength / scale : 0; // zero has cosine 0
-        s.u = inverse * product(w, a) / fmax(ww, 1e-30), s.v = -inverse;
-    }
 }
