@@ -42,18 +42,23 @@ TILE void dense_tile(long IP, long OP, bool relu, const float *x, const float *w
     }
 }
 
-// y = relu(x w' + bias): x [n][IP], w [O, rounded up to 4][IP], y [n][OP]. The four rows of weights
-// stay in the nearest cache while all samples pass.
+// y = relu(x w' + bias): x [n][IP], w [O, rounded up to 4][IP], y [n][OP]. Some samples at a time, so
+// that they stay in the nearest cache while the weights pass; or, if they are long, all of them, while
+// four rows of weights stay.
 static void dense_forward(long n, long IP, long O, bool relu, const float *x, const float *w,
                           const float *bias, float *y)
 {
-    const long OP = up(O);
-    for (long o = 0; o < O; o += 4, w += 4 * IP, bias += 4, y += 4) {
-        long m = 0;
-        for (; n - m > 4 || n - m == 3; m += 3) dense_tile<3>(IP, OP, relu, x + m * IP, w, bias, y + m * OP);
-        for (; n - m > 1; m += 2) dense_tile<2>(IP, OP, relu, x + m * IP, w, bias, y + m * OP);
-        if (n - m) dense_tile<1>(IP, OP, relu, x + m * IP, w, bias, y + m * OP);
-    }
+    const long OP = up(O), some = 6144 / IP >= 12 ? 6144 / IP / 3 * 3 : n;
+    for (; n > 0; n -= some, x += some * IP, y += some * OP)
+        for (long o = 0, count = n < some ? n : some; o < O; o += 4) {
+            const float *wo = w + o * IP, *bo = bias + o;
+            float *yo = y + o;
+            long m = 0;
+            for (; count - m > 4 || count - m == 3; m += 3)
+                dense_tile<3>(IP, OP, relu, x + m * IP, wo, bo, yo + m * OP);
+            for (; count - m > 1; m += 2) dense_tile<2>(IP, OP, relu, x + m * IP, wo, bo, yo + m * OP);
+            if (count - m) dense_tile<1>(IP, OP, relu, x + m * IP, wo, bo, yo + m * OP);
+        }
 }
 
 // c [M][8 V] = sum over k < L of a(m, k) * b [k][8 V], or c are weights that are moved by it. Rows
