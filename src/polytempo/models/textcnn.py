@@ -51,7 +51,7 @@ class _Peaks(torch.autograd.Function):
         return table, None, None
 
 
-class _TextCNN(nn.Module):
+class TextNetwork(nn.Module):
     """Computes what `relu(conv1d(embedding(tokens))).amax(-1)` does, in another order: each
     different word of the batch meets each filter once, and padding beyond the longest text is not
     looked at."""
@@ -115,4 +115,4 @@ class TextCNN(Options):
             )
         if not self.widths:
             raise PolytempoError("model textcnn: widths is empty; give at least one, as in [3,4,5]")
-        return _TextCNN(self, inputs.vocabulary, inputs.outputs)
+        return TextNetwork(self, inputs.vocabulary, inputs.outputs)

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from polytempo.models.feedforward import Halve
+from polytempo.models.textcnn import TextNetwork
 
 
 class Unfit(Exception):
@@ -106,6 +107,20 @@ class Norm(Layer):
 
 
 @dataclass(frozen=True, eq=False)
+class Filters(Layer):
+    """Filters over words, each maximised over time, then ReLU. Word 0 is padding."""
+
+    before: Vector  # tokens
+    after: Vector
+    embedding: Tensor
+    weights: tuple[Tensor, ...]  # [filters, numbers per word, width]
+    biases: tuple[Tensor, ...]
+
+    def parameters(self) -> list[Tensor]:
+        return [self.embedding, *self.weights, *self.biases]
+
+
+@dataclass(frozen=True, eq=False)
 class Dense(Layer):
     before: Vector
     after: Vector
@@ -113,7 +128,7 @@ class Dense(Layer):
     bias: Tensor | None
 
 
-def chain(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
+def chain(module: nn.Module, shape: tuple[int, ...], tokens: bool = False) -> list[Layer]:
     """The layers of the module, for samples of that shape; `Unfit` if it is no such chain."""
     if any(parameter.dtype != torch.float32 for parameter in module.parameters()):
         raise Unfit("its parameters are not all float32")
@@ -122,6 +137,18 @@ def chain(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
     for part in module.modules():
         if any(getattr(part, hooks) for hooks in _HOOKS):
             raise Unfit("it has hooks")
+    found = _text_layers(module, shape) if tokens else _layers(module, shape)
+    ids = [id(tensor) for layer in found for tensor in layer.parameters()]
+    if len(set(ids)) < len(ids):
+        raise Unfit("a parameter is used twice")
+    if set(ids) != {id(parameter) for parameter in module.parameters()}:
+        raise Unfit("it has parameters that no layer uses")
+    if not found or not isinstance(found[-1], Dense):
+        raise Unfit("it does not end in a linear layer")
+    return found
+
+
+def _layers(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
     form: Form
     if len(shape) == 3:
         form = Image(*shape)
@@ -136,16 +163,31 @@ def chain(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
             form = layer.after
             if not isinstance(part, nn.Flatten):
                 found.append(layer)
-    ids = [id(tensor) for layer in found for tensor in layer.parameters()]
-    if len(set(ids)) < len(ids):
-        raise Unfit("a parameter is used twice")
-    if set(ids) != {id(parameter) for parameter in module.parameters()}:
-        raise Unfit("it has parameters that no layer uses")
-    if not found or not isinstance(found[-1], Dense):
-        raise Unfit("it does not end in a linear layer")
     return found
 
 
+def _text_layers(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
+    """Of the one network for text that is known."""
+    if type(module) is not TextNetwork:
+        raise Unfit("of networks for tokens only textcnn is known")
+    convolutions = [layer for layer in module.convolutions if isinstance(layer, nn.Conv1d)]
+    weights = [layer.weight for layer in convolutions]
+    biases = [layer.bias for layer in convolutions if layer.bias is not None]
+    if len(weights) > _KINDS or max(len(weight) for weight in weights) > _FILTERS:
+        raise Unfit(f"it has more than {_KINDS} kinds, or {_FILTERS} of a kind, of filters")
+    if shape[0] < max(module.widths):
+        raise Unfit("its texts are shorter than a filter is wide")
+    tokens, features = Vector(shape[0]), Vector(sum(len(weight) for weight in weights))
+    layers: list[Layer] = [
+        Filters(tokens, features, module.embedding.weight, tuple(weights), tuple(biases))
+    ]
+    for part in (module.dropout, module.output):
+        layer = _layer(part, features)
+        layers += [layer] if layer is not None else []
+    return layers
+
+
+_KINDS, _FILTERS = 8, 1024
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

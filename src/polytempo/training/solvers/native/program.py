@@ -22,6 +22,7 @@ from polytempo.training.solvers.native.chain import (
     Conv,
     Dense,
     Dropout,
+    Filters,
     Image,
     Layer,
     Norm,
@@ -32,6 +33,7 @@ from polytempo.training.solvers.native.chain import (
 )
 
 Places = NDArray[np.int64]
+Floats = NDArray[np.float32]
 _ACTIVATIONS = {"relu": 0, "tanh": 1, "gelu": 2, "gelu_tanh": 3}
 _FROZEN, _SHARED, _OWN = -1, 0, 1
 _MOST = 64
@@ -53,11 +55,22 @@ class _LayerStruct(ctypes.Structure):
     )
 
 
+_Kinds = ctypes.c_int64 * 8
+
+
+class _WordsStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("length", "known", "most", "vector", "kinds")),
+        *((name, _Kinds) for name in ("filters", "width", "weight", "bias", "weight_is", "bias_is")),
+        *((n, ctypes.c_int64) for n in ("embedding", "embedding_is", "rest", "features")),
+    )
+
+
 class NetStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("size", "inputs", "outputs", "layers", "criterion")),
-        ("front_trained", ctypes.c_int64),
         ("layer", _LayerStruct * _MOST),
+        ("words", _WordsStruct),
         ("runs", ctypes.c_int64),
         ("run_from", ctypes.c_void_p),
         ("run_to", ctypes.c_void_p),
@@ -97,6 +110,36 @@ class Region:
     places: Places
     begin: int = -1
     owner: int = _FROZEN
+
+
+class Table:
+    """Where the vectors of words are: last, and before them one number that stands for the words
+    which a client does not have.
+
+    `hole`: of the layout's vector, if they are trained.
+    """
+
+    def __init__(self, embedding: Tensor | None, layout: Layout, begin: int) -> None:
+        self.regions: list[Region] = []
+        self.hole: slice | None = None
+        self.rows = self.numbers = self.width = 0
+        self.rest, self.begin = begin, begin + 8
+        if embedding is None:
+            return
+        self.rows, self.numbers = embedding.shape
+        self.width = up(self.numbers)
+        row, number = np.indices(embedding.shape)
+        places = (row * self.width + number).ravel()
+        rest = Region(embedding, 8, places[:0])
+        self.regions = [rest, Region(embedding, self.rows * self.width, places)]
+        for tensor, place in layout.trained:
+            if tensor is embedding:
+                self.hole = place
+
+    def vectors(self, numbers: Floats, words: int) -> Floats:
+        """The rows of so many words."""
+        block = numbers[self.begin : self.begin + words * self.width]
+        return block.reshape(words, self.width)[:, : self.numbers]
 
 
 class Stage:
@@ -152,58 +195,76 @@ class BatchLayer:
 
 
 class Program:
-    """What is compiled, and how its vector of numbers relates to that of a `Layout`.
+    """What is compiled, and how its vector of `size` numbers relates to that of a `Layout`.
 
-    `place` [trainable]: where each trained number of the layout stands among `size` numbers of ours;
-    `base`: ours, with what is frozen. `noise`: what dropout draws for a sample, in order: the shape
-    and the share that is dropped.
+    `place`: where each trained number of the layout stands among ours, but for a table of words,
+    which comes last (`table`). `base`: ours, with what is frozen. `noise`: what dropout draws for
+    a sample, in order: how many numbers, and the share that is dropped.
     """
 
     def __init__(self, layers: Sequence[Layer], layout: Layout, loss: int) -> None:
-        front, rest = _divided(layers)
-        self.images = bool(front)
+        self.filters = layers[0] if isinstance(layers[0], Filters) else None
+        front, rest = _divided(layers[1:] if self.filters else layers)
         self.stages = _stages(front)
         self.batch_layers = _batch_layers(rest, self.stages)
-        groups = [each.regions for each in (*self.stages, *self.batch_layers)]
-        self.regions = list(itertools.chain.from_iterable(groups))
+        every: list[Stage | BatchLayer] = [*self.stages, *self.batch_layers]
+        filters = _filter_regions(self.filters)
+        self.regions = [*filters, *(region for each in every for region in each.regions)]
+        embedding = self.filters.embedding if self.filters else None
+        self.table = Table(embedding, layout, sum(r.size for r in self.regions))
         owners = {
             id(tensor): _SHARED if place.start < layout.parameters else _OWN
             for tensor, place in layout.trained
         }
         begin = 0
-        for region in self.regions:
+        for region in (*self.regions, *self.table.regions):
             region.begin, begin = begin, begin + region.size
             region.owner = owners.get(id(region.tensor), _FROZEN)
         self.size = begin
         self.base = np.zeros(self.size, np.float32)
-        found = {id(region.tensor): region for region in self.regions}
-        for each in (*self.stages, *self.batch_layers):
+        for each in every:
             if isinstance(each.layer, Norm) and each.layer.weight is None:
                 scale = each.regions[0]
                 self.base[scale.begin + scale.places] = 1
-        for region in self.regions:
+        for region in (*self.regions, *self.table.regions[1:]):
             if region.owner == _FROZEN and region.tensor is not None:
                 numbers = region.tensor.detach().cpu().numpy().ravel()
                 self.base[region.begin + region.places] = numbers
-        where = [found[id(tensor)] for tensor, _ in layout.trained]
-        self.place = np.concatenate([r.begin + r.places for r in where]).astype(np.int32)
-        drops = [(e.layer, e.layer.share) for e in self._every() if isinstance(e.layer, Dropout)]
-        self.noise = [(layer.before.numbers, share) for layer, share in drops]
+        found = {id(region.tensor): region for region in self.regions}
+        where = [found[id(tensor)] for tensor, _ in layout.trained if tensor is not embedding]
+        places = [r.begin + r.places for r in where] or [np.zeros(0, np.int64)]
+        self.place = np.concatenate(places).astype(np.int32)
+        drops = [each.layer for each in every if isinstance(each.layer, Dropout)]
+        self.noise = [(layer.before.numbers, layer.share) for layer in drops]
         self.outputs = self.batch_layers[-1].outputs
         self.inputs = self.stages[0].source.size if front else self.batch_layers[0].inputs
+        if self.filters:
+            self.inputs = self.filters.before.numbers
         self.text = "\n".join(self._text())
-        self.net = self._net(loss)
+        self.net = self._net(loss, filters)
 
-    def _every(self) -> list[Stage | BatchLayer]:
-        return [*self.stages, *self.batch_layers]
+    @property
+    def used(self) -> int:
+        """How many of our numbers the model at hand has."""
+        words: int = self.net.words.known
+        return self.size - (self.table.rows - words) * self.table.width
 
-    def _net(self, loss: int) -> NetStruct:
+    def know(self, words: int) -> None:
+        """The next model has this many rows in its table of words."""
+        self.net.words.known = words
+        if self.table.regions[-1].owner == _SHARED:  # the last of the runs
+            self._runs[1][-1] = self.table.begin + words * self.table.width
+
+    def _net(self, loss: int, filters: Sequence[Region]) -> NetStruct:
         net = NetStruct(size=self.size, inputs=self.inputs, outputs=self.outputs, criterion=loss)
         net.layers = len(self.batch_layers)
-        below = net.front_trained = int(any(stage.trained for stage in self.stages))
+        self._describe_words(net.words, filters)
+        table = self.table.regions
+        below = any(stage.trained for stage in self.stages)
+        below |= any(region.owner != _FROZEN for region in (*filters, *table))
         for struct, each in zip(net.layer, self.batch_layers, strict=False):
             layer = each.layer
-            struct.inputs, struct.outputs, struct.wanted = each.inputs, each.outputs, below
+            struct.inputs, struct.outputs, struct.wanted = each.inputs, each.outputs, int(below)
             if isinstance(layer, Dense):
                 struct.kind, struct.option = 0, int(each.relu)
             elif isinstance(layer, Activation):
@@ -217,8 +278,8 @@ class Program:
                 weight, bias = each.regions
                 struct.weight, struct.bias = weight.begin, bias.begin
                 struct.weight_is, struct.bias_is = weight.owner, bias.owner
-                below |= int(weight.owner != _FROZEN or bias.owner != _FROZEN)
-        shared = [r for r in self.regions if r.owner == _SHARED]
+                below |= weight.owner != _FROZEN or bias.owner != _FROZEN
+        shared = [r for r in (*self.regions, *table) if r.owner == _SHARED]
         self._runs = (
             np.array([r.begin for r in shared], np.int64),
             np.array([r.begin + r.size for r in shared], np.int64),
@@ -226,6 +287,21 @@ class Program:
         net.runs = len(shared)
         net.run_from, net.run_to = (run.ctypes.data for run in self._runs)
         return net
+
+    def _describe_words(self, words: _WordsStruct, regions: Sequence[Region]) -> None:
+        if self.filters is None:
+            return
+        rest, table = self.table.regions
+        words.length, words.features = self.filters.before.numbers, self.filters.after.numbers
+        words.vector, words.known = self.table.width, self.table.rows
+        words.most = self.table.rows
+        words.rest, words.embedding, words.embedding_is = rest.begin, table.begin, table.owner
+        words.kinds = len(self.filters.weights)
+        for kind, weight in enumerate(self.filters.weights):
+            words.filters[kind], _, words.width[kind] = weight.shape
+            mine, bias = regions[2 * kind : 2 * kind + 2]
+            words.weight[kind], words.weight_is[kind] = mine.begin, mine.owner
+            words.bias[kind], words.bias_is[kind] = bias.begin, bias.owner
 
     # -- C++ ---------------------------------------------------------------------------------------
 
@@ -373,6 +449,18 @@ def _batch_layers(rest: Sequence[Layer], stages: Sequence[Stage]) -> list[BatchL
         elif isinstance(layer, Norm):
             regions = [_bias(each, layer.after.numbers) for each in (layer.weight, layer.bias)]
         found.append(BatchLayer(layer, inputs, layer.after.numbers, False, regions))
+    return found
+
+
+def _filter_regions(filters: Filters | None) -> list[Region]:
+    """Weights [width][filters][word's vector], and biases, of every kind."""
+    found: list[Region] = []
+    for weight, bias in zip(filters.weights, filters.biases, strict=True) if filters else ():
+        f, number, j = np.indices(weight.shape)
+        count, size, width = weight.shape
+        places = (j * up(count) + f) * up(size) + number
+        found.append(Region(weight, width * up(count) * up(size), places.ravel()))
+        found.append(_bias(bias, count))
     return found
 
 

@@ -26,9 +26,9 @@ from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.native.build import library
 from polytempo.training.solvers.native.chain import Dense, Unfit, chain
-from polytempo.training.solvers.native.program import Program, up
+from polytempo.training.solvers.native.program import Floats, Program, up
+from polytempo.training.solvers.vocabulary import Part
 
-Floats = NDArray[np.float32]
 _LOSSES: Mapping[type[Problem], int] = {Classification: 0, Regression: 1, Multilabel: 2}
 _OPTIMIZERS: Mapping[type, int] = {Sgd: 0, Adam: 1, AdamW: 2}
 _GRADIENT = 3
@@ -64,10 +64,12 @@ class NativeSolver(AutogradSolver):
         reason = unfit(module, federation, self.problem, device)
         if reason:
             raise Unfit(reason)
-        layers = chain(module, federation.shape)
+        layers = chain(module, federation.shape, federation.vocabulary is not None)
         self.program = Program(layers, self.layout, _LOSSES[type(self.problem)])
         self._library = library(self.program.text)
         self._library.space.restype = ctypes.c_void_p
+        for name in ("spread", "gather"):
+            getattr(self._library, name).argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 3]
         self._net = ctypes.byref(self.program.net)
         self._room, self._space = 0, ctypes.c_void_p()
         self.work = _aligned(5 * self.program.size).reshape(5, -1)
@@ -88,6 +90,8 @@ class NativeSolver(AutogradSolver):
 
     def outputs(self, shard: slice) -> Tensor:
         x = self._test_samples.of(shard)
+        if self.program.filters:
+            self.program.know(self.program.table.rows)
         self._make_room(_ROOM)
         found = torch.empty(shard.stop - shard.start, self.program.outputs)
         count = ctypes.c_long(len(found))
@@ -109,21 +113,45 @@ class NativeSolver(AutogradSolver):
             self._room = samples
             self._space = ctypes.c_void_p(self._library.space(self._net, ctypes.c_long(samples)))
 
-    def spread(self, vector: Tensor, to: Floats, count: int | None = None) -> None:
-        """Numbers in the order of the layout, in our order."""
-        n = ctypes.c_long(len(self.program.place) if count is None else count)
-        self._library.spread(n, _at(self.program.place), _at(vector), _at(to))
+    def spread(self, vector: Tensor, to: Floats, part: Part | None = None) -> None:
+        """Numbers in the order of the layout (or of a part of the model with the client's words
+        alone), or the first of them, in our order."""
+        program, hole = self.program, self.program.table.hole
+        if hole is None:
+            self._library.spread(len(vector), _at(program.place), _at(vector), _at(to))
+            return
+        words = program.table.rows if part is None else len(part.words)
+        end = hole.start + words * program.table.numbers
+        rows, after = vector[hole.start : end], vector[end:]
+        self._library.spread(hole.start, _at(program.place), _at(vector), _at(to))
+        if part is not None:
+            to[program.table.rest], after = float(after[-1]), after[:-1]
+        self._library.spread(len(after), _at(program.place[hole.start :]), _at(after), _at(to))
+        program.table.vectors(to, words)[:] = rows.view(words, -1).numpy()
+
+    def gather(self, numbers: Floats, part: Part | None = None) -> Tensor:
+        """The opposite."""
+        program, hole = self.program, self.program.table.hole
+        if hole is None:
+            found = torch.empty(len(program.place))
+            self._library.gather(len(found), _at(program.place), _at(numbers), _at(found))
+            return found
+        words = program.table.rows if part is None else len(part.words)
+        rows = words * program.table.numbers
+        found = torch.empty(len(program.place) + rows + (part is not None))
+        after, place = found[hole.start + rows :], program.place[hole.start :]
+        self._library.gather(hole.start, _at(program.place), _at(numbers), _at(found))
+        self._library.gather(len(place), _at(place), _at(numbers), _at(after))
+        into = found[hole.start : hole.start + rows].view(words, -1).numpy()
+        into[:] = program.table.vectors(numbers, words)
+        if part is not None:
+            found[-1] = float(numbers[program.table.rest])
+        return found
 
     def loader(self, kind: torch.dtype) -> Any:
         """What lays samples out."""
         library = self._library
         return library.load_bytes if kind == torch.uint8 else library.load_numbers
-
-    def gather(self, numbers: Floats) -> Tensor:
-        found = torch.empty(len(self.program.place))
-        n = ctypes.c_long(len(found))
-        self._library.gather(n, _at(self.program.place), _at(numbers), _at(found))
-        return found
 
     # -- a session's steps ---------------------------------------------------------------------------
 
@@ -140,16 +168,19 @@ class NativeSolver(AutogradSolver):
         """Take the steps up to that one, on one and the same received model."""
         task, work = session.task, self.work
         kind, strength = _objective(task.objective) or (0, 0.0)
-        self.spread(session.vector, work[0])
+        part = session.part()
+        if self.program.filters:
+            self.program.know(self.program.table.rows if part is None else len(part.words))
+        self.spread(session.vector if part is None else part.theta, work[0], part)
         if kind:
-            anchor = session.vectors.get("anchor", session.received)
-            self.spread(anchor, work[2], self.layout.parameters)
+            anchor = session.vectors.get("anchor", session.received)[: self.layout.parameters]
+            self.spread(anchor if part is None else part.anchor, work[2], part)
         if session.frozen is not None:
-            self.spread(_mask(session.frozen), work[4], self.layout.parameters)
+            self.spread(_mask(session.frozen), work[4])
         optimizer: Any = task.optimizer
         adam = isinstance(optimizer, Adam)
         run = _Run(
-            taken=session.load_moments(self),
+            taken=session.load_moments(part),
             optimiser=_GRADIENT if task.upload == "gradient" else _OPTIMIZERS[type(optimizer)],
             objective=kind,
             masked=session.frozen is not None,
@@ -160,27 +191,36 @@ class NativeSolver(AutogradSolver):
             strength=strength,
         )
         shard = self.federation.train[session.job.client]
+        samples: _Samples = self._train_samples
+        if part is not None:
+            samples = _Samples(self, part.renamed)
+            shard = slice(0, len(part.renamed))
         large = (shard.stop - shard.start) * self.program.inputs > _AT_ONCE
         if self.program.noise or large:
             for step in range(session.step, until):
                 noise = self._noise(session, step)
-                self._train(session, run, range(step, step + 1), shard, large, noise)
+                self._train(session, run, range(step, step + 1), samples, shard, large, noise)
         else:
             steps = range(session.step, until)
             dual = session.alone(until) and self._dual(session, kind, steps)
-            self._train(session, run, steps, shard, large, None, dual)
+            self._train(session, run, steps, samples, shard, large, None, dual)
         if task.upload == "gradient":
-            session.gradient = self.gather(work[1])
-        else:
+            gradient = self.gather(work[1], part)
+            session.gradient = gradient if part is None else part.widen(gradient)
+        elif part is None:
             session.vector = self.gather(work[0])
-            session.keep_moments(self, run.taken)
+        else:
+            part.theta.copy_(self.gather(work[0], part))
+            session.vector[: self.layout.parameters] = part.widen(part.theta)
         session.step = until
+        session.keep_moments(part, run.taken)
 
     def _train(
         self,
         session: Session,
         run: _Run,
         steps: range,
+        samples: _Samples,
         shard: slice,
         large: bool,
         noise: Tensor | None,
@@ -188,15 +228,16 @@ class NativeSolver(AutogradSolver):
     ) -> None:
         batches = [session.rows(step).numpy() for step in steps]
         ends = np.cumsum([len(batch) for batch in batches])
-        rows, targets = np.concatenate(batches), self._targets[shard]
+        rows = np.concatenate(batches)
+        targets = self._targets[self.federation.train[session.job.client]]
         rates = np.array([session.task.rate(step) for step in steps])
         if large:  # one batch alone is made ready
-            samples, targets = self._train_samples.some(shard, rows), targets[rows]
+            x, targets = samples.some(shard, rows), targets[rows]
             rows = np.arange(len(rows))
         else:
-            samples = self._train_samples.of(shard)
+            x = samples.of(shard)
         self._make_room(max(len(batch) for batch in batches))
-        run.x, run.labels, run.targets = samples, targets.data_ptr(), targets.data_ptr()
+        run.x, run.labels, run.targets = x, targets.data_ptr(), targets.data_ptr()
         run.rows, run.ends, run.rates = rows.ctypes.data, ends.ctypes.data, rates.ctypes.data
         run.noise = None if noise is None else noise.data_ptr()
         run.steps = len(steps)
@@ -205,7 +246,7 @@ class NativeSolver(AutogradSolver):
             client, outputs = session.job.client, up(self.program.batch_layers[0].outputs)
             if len(self._dual_room) < 5 * len(targets) * outputs:
                 self._dual_room = _aligned(5 * len(targets) * outputs)
-            gram, count = self._gram(client, samples, len(targets)), ctypes.c_long(len(targets))
+            gram, count = self._gram(client, x, len(targets)), ctypes.c_long(len(targets))
             self._library.train_dual(*given, count, _at(gram), _at(self._dual_room))
         else:
             self._library.train(*given)
@@ -216,6 +257,7 @@ class NativeSolver(AutogradSolver):
         first, task, samples = self.program.batch_layers[0], session.task, session.samples
         if (
             self.program.stages
+            or self.program.filters
             or not isinstance(first.layer, Dense)
             or not first.trained
             or type(task.optimizer) is not Sgd
@@ -274,24 +316,32 @@ class NativeSession(Session):
         ahead = self._swaps[0].step if self._swaps else self.last
         return self._moments is None and until == ahead
 
-    def load_moments(self, solver: NativeSolver) -> int:
-        """Lay the moments of the optimiser into the workspace; how many steps they are made of."""
-        names = _MOMENTS[type(self.task.optimizer)]
-        for name, row in names.items():
-            if self._moments is None:
-                solver.work[row] = 0
-            else:
-                solver.spread(self._moments[name], solver.work[row])
-        adam = len(names) > 1 and self._moments is not None
-        return int(self._moments["count"]) if adam and self._moments else 0
+    def part(self) -> Part | None:
+        """The model with the client's own words alone, if these suffice."""
+        vocabulary = self.solver.vocabulary
+        if vocabulary is None or not self._words_suffice():
+            return None
+        if self._part is None:
+            self._part = vocabulary.part(self.shard()[0], self.received)
+        return self._part
 
-    def keep_moments(self, solver: NativeSolver, taken: int) -> None:
-        """Take them out again, if anybody will want them."""
-        if not self.task.keep_optimizer and self.step == self.last:
-            return
-        moments = self.task.optimizer.begin(self.vector)
+    def load_moments(self, part: Part | None) -> int:
+        """Lay the moments of the optimiser into the workspace; how many steps they are made of."""
+        work, moments = self.solver.work, self._moments
         for name, row in _MOMENTS[type(self.task.optimizer)].items():
-            moments[name] = solver.gather(solver.work[row])
+            if moments is None:
+                work[row, : self.solver.program.used] = 0
+            else:
+                self.solver.spread(moments[name], work[row], part)
+        return 0 if moments is None or "count" not in moments else int(moments["count"])
+
+    def keep_moments(self, part: Part | None, taken: int) -> None:
+        """Take them out again, if anybody will want them."""
+        if self.task.upload == "gradient" or (not self.task.keep_optimizer and self.finished):
+            return
+        moments = self.task.optimizer.begin(self.vector if part is None else part.theta)
+        for name, row in _MOMENTS[type(self.task.optimizer)].items():
+            moments[name] = self.solver.gather(self.solver.work[row], part)
         if "count" in moments:
             moments["count"].fill_(taken)
         self._moments = moments
@@ -301,8 +351,8 @@ class _Samples:
     """Samples as the compiled code takes them. The buffer is kept: fresh pages cost a tenth of a
     training."""
 
-    def __init__(self, solver: NativeSolver) -> None:
-        self._solver = solver
+    def __init__(self, solver: NativeSolver, x: Tensor | None = None) -> None:
+        self._solver, self._x = solver, solver.x if x is None else x
         self._buffer = _aligned(0)
         self._held: tuple[int, int] | None = None
         federation, channels = solver.federation, solver.federation.shape[0]
@@ -318,17 +368,20 @@ class _Samples:
         """The address of these samples, until others are asked for."""
         bounds = shard.start, shard.stop
         if self._held != bounds:
-            self._place = self._load(self._solver.x[shard])
+            self._place = self._load(self._x[shard])
             self._held = bounds
         return self._place
 
     def some(self, shard: slice, rows: NDArray[np.int64]) -> int:
         """Of these samples of a shard."""
         self._held = None
-        return self._load(self._solver.x[shard][torch.from_numpy(rows)])
+        return self._load(self._x[shard][torch.from_numpy(rows)])
 
     def _load(self, x: Tensor) -> int:
         program, count = self._solver.program, len(x)
+        if program.filters:
+            self._kept = x.to(torch.int32).contiguous()
+            return self._kept.data_ptr()
         if not program.stages:
             ready = self._solver.inputs(x).flatten(1)
             if ready.shape[1] == program.inputs and ready.is_contiguous():
@@ -357,10 +410,8 @@ def unfit(module: nn.Module, federation: Federation, problem: Problem, device: s
         return f"it is for CPUs, not {device}"
     if type(problem) not in _LOSSES:
         return f"{problem.name} is not one of its problems"
-    if federation.vocabulary is not None:
-        return "the data are tokens"
     try:
-        chain(module, federation.shape)
+        chain(module, federation.shape, federation.vocabulary is not None)
     except Unfit as error:
         return f"{type(module).__name__}: {error}"
     return None

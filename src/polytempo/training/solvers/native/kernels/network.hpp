@@ -3,6 +3,7 @@
 #pragma once
 #include "dense.hpp"
 #include "layers.hpp"
+#include "words.hpp"
 
 enum Kind { DENSE, ACTIVATION, DROPOUT, LAYER_NORM };
 enum { MOST = 64, FROZEN = -1, SHARED = 0, OWN = 1 }; // layers; whose a parameter is
@@ -17,13 +18,14 @@ struct Layer {
     double number;
 };
 struct Net {
-    int64_t size, inputs, outputs, layers, criterion, front_trained;
+    int64_t size, inputs, outputs, layers, criterion; // inputs: numbers per sample, as stored
     Layer layer[MOST];
+    Words words; // what texts go through first, if it has `kinds`
     Runs shared;
 };
 // What is to be done. Batch k has the samples rows[ends[k - 1]..ends[k]].
 struct Run {
-    const float *x;
+    const void *x; // numbers, or tokens
     const int64_t *labels;
     const float *targets;
     const int64_t *rows, *ends;
@@ -58,15 +60,19 @@ static float *front_gradient(Front &) { return 0; }
 struct Space {
     long room;
     Front front;
-    float *x, *grad, *y[MOST], *d[MOST], *kept[MOST];
+    WordSpace words;
+    float *x, *dx, *grad, *y[MOST], *d[MOST], *kept[MOST]; // what the layers begin with, and get
 };
 
 // Layers from number `first` on; with 0, the samples are brought in before.
-static void forward(Space *s, const Net *net, const float *w, const float *x, const int64_t *rows, long n,
+static void forward(Space *s, const Net *net, const float *w, const void *samples, const int64_t *rows, long n,
                     const float *noise, long first = 0)
 {
-    const float *in = first ? s->y[first - 1] : s->x;
+    const float *x = (const float *)samples, *in = first ? s->y[first - 1] : s->x;
     if (first) {
+    } else if (net->words.kinds) {
+        find_words(net->words, s->words, w, (const int32_t *)samples, rows, n);
+        words_forward(net->words, s->words, w, n, s->x);
     } else if (FEATURES) {
         for (long k = 0; k < n; k++)
             front_forward(s->front, w, x + (rows ? rows[k] : k) * SAMPLE, k, n, noise);
@@ -89,7 +95,7 @@ static void forward(Space *s, const Net *net, const float *w, const float *x, co
     }
 }
 
-static void backward(Space *s, const Net *net, float *w, const float *x, const int64_t *rows, long n,
+static void backward(Space *s, const Net *net, float *w, const void *x, const int64_t *rows, long n,
                      const float *noise, const Step *how, long first = 0)
 {
     const float *past = noise; // the noise of the layer at hand ends here
@@ -101,7 +107,7 @@ static void backward(Space *s, const Net *net, float *w, const float *x, const i
     for (long k = net->layers - 1; k >= first; k--) {
         const Layer &l = net->layer[k];
         const float *in = k ? s->y[k - 1] : FEATURES ? front_out(s->front) : s->x;
-        float *dx = !l.wanted ? 0 : k ? s->d[k - 1] : front_gradient(s->front), *dy = s->d[k];
+        float *dx = !l.wanted ? 0 : k ? s->d[k - 1] : FEATURES ? front_gradient(s->front) : s->dx, *dy = s->d[k];
         if (l.kind == DENSE) {
             if (l.option) mask_gradient(n * up(l.outputs), s->y[k], dy);
             if (dx) dense_data_backward(n, l.inputs, l.outputs, dy, w + l.weight, dx);
@@ -122,9 +128,11 @@ static void backward(Space *s, const Net *net, float *w, const float *x, const i
         }
         if (!l.wanted) return;
     }
-    if (FEATURES && net->front_trained && !first) {
+    if (first) return;
+    if (net->words.kinds) words_backward(net->words, s->words, w, n, s->x, s->dx, how);
+    if (FEATURES) {
         front_begin_gradient(s->front);
-        for (long k = 0; k < n; k++) front_backward(s->front, w, x + rows[k] * SAMPLE, k, n, noise);
+        for (long k = 0; k < n; k++) front_backward(s->front, w, (const float *)x + rows[k] * SAMPLE, k, n, noise);
         front_step(s->front, w, how);
     }
 }
@@ -160,10 +168,13 @@ Space *space(const Net *net, long room)
 {
     Space *s = (Space *)calloc(1, sizeof *s);
     s->room = room, s->grad = (float *)take(net->size);
-    if (FEATURES)
-        front_space(s->front, room, s->grad);
-    else
-        s->x = (float *)take(room * net->inputs);
+    if (FEATURES) front_space(s->front, room, s->grad);
+    const long inputs = net->layer[0].inputs;
+    if (!FEATURES) s->x = (float *)take(room * inputs);
+    if (net->words.kinds) {
+        s->dx = (float *)take(room * inputs);
+        words_space(net->words, s->words, room);
+    }
     for (long k = 0; k < net->layers; k++) {
         const long numbers = room * up(net->layer[k].outputs);
         s->y[k] = (float *)take(numbers), s->d[k] = (float *)take(numbers);
@@ -176,7 +187,8 @@ void release(const Net *net, Space *s)
 {
     for (long k = 0; k < net->layers; k++) free(s->y[k]), free(s->d[k]), free(s->kept[k]);
     front_free(s->front);
-    free(s->x), free(s->grad), free(s);
+    words_free(s->words);
+    free(s->x), free(s->dx), free(s->grad), free(s);
 }
 
 // w is [5][size]: the model, its first moment, the anchor, the second moment, the mask.
@@ -192,6 +204,7 @@ void train(Space *s, const Net *net, float *w, const Run *run)
         forward(s, net, w, run->x, rows, n, run->noise);
         loss(s, net, run, rows, n);
         backward(s, net, w, run->x, rows, n, run->noise, how);
+        forget_words(s->words);
     }
 }
 
@@ -219,7 +232,8 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
     float *sums = (float *)take(O * IP), *products_of = (float *)take((s->room + 1) * GP);
     int64_t *number = (int64_t *)take(2 * samples); // in the batch, from 1
     memset(room, 0, 4 * 2 * block);
-    dense_forward(samples, IP, O, false, run->x, W, none, Z0);
+    const float *x = (const float *)run->x;
+    dense_forward(samples, IP, O, false, x, W, none, Z0);
     memcpy(Z, Z0, 4 * block), memset(Z + block, 0, 4 * block);
     const bool shared = l.weight_is == SHARED;
     const Runs others = {net->shared.count - shared, net->shared.from + shared, net->shared.to + shared};
@@ -267,7 +281,7 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
             number[m] = 0;
         }
     }
-    outer<false>(O, IP / 8, samples, 1, OP, IP, IP, C, run->x, sums, 0);
+    outer<false>(O, IP / 8, samples, 1, OP, IP, IP, C, x, sums, 0);
     for (long k = 0; k < O * IP; k += 8) st(W + k, bc(alpha) * ld(W + k) + ld(sums + k));
     free(none), free(sums), free(products_of), free(number);
 }
@@ -275,11 +289,12 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
 // What the model makes of n samples, [n][outputs].
 void infer(Space *s, const Net *net, const float *w, const float *x, long n, float *out)
 {
-    const long sample = FEATURES ? SAMPLE : net->inputs;
+    const long sample = net->inputs; // tokens are as long as numbers
     front_begin(s->front, w);
     for (long begin = 0; begin < n; begin += s->room) {
         const long count = n - begin < s->room ? n - begin : s->room;
         forward(s, net, w, x + begin * sample, 0, count, 0);
+        forget_words(s->words);
         for (long k = 0; k < count; k++, out += net->outputs)
             memcpy(out, s->y[net->layers - 1] + k * up(net->outputs), 4 * net->outputs);
     }

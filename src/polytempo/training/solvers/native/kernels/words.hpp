@@ -13,7 +13,7 @@
 enum { KINDS = 8 }; // of filters
 
 struct Words {
-    int64_t length, known;             // tokens per text; different words that the client has, padding included
+    int64_t length, known, most;       // tokens per text; different words that the client has (at most), with padding
     int64_t vector;                    // numbers per word, rounded up
     int64_t kinds, filters[KINDS], width[KINDS];
     int64_t weight[KINDS], bias[KINDS]; // weights are [width][filters][vector]
@@ -29,14 +29,31 @@ struct WordSpace {
     int32_t *winner;  // [n][features]: where the best window begins; -1: in the padding
     int32_t *ends;    // [n]: words in a text
     float *vectors, *gradients, *table, *grad, *none;
-    long unique, room_known, room_unique;
+    long unique;
 };
 
-static long total_filters(const Words &t)
+static void *take(size_t numbers);
+
+static void words_space(const Words &t, WordSpace &s, long n)
 {
-    long found = 0;
-    for (long c = 0; c < t.kinds; c++) found += up(t.filters[c]) * t.width[c];
-    return found;
+    const long most = n * t.length + 1, unique = most < t.most ? most : t.most;
+    long entries = 0;
+    for (long c = 0; c < t.kinds; c++) {
+        const long here = up(t.filters[c]) * t.width[c];
+        entries = here > entries ? here : entries;
+    }
+    s.tokens = (int32_t *)take(n * t.length), s.number = (int32_t *)take(t.most);
+    s.which = (int32_t *)take(unique), s.ends = (int32_t *)take(n);
+    s.winner = (int32_t *)take(n * up(t.features)), s.none = (float *)take(entries);
+    s.vectors = (float *)take(unique * t.vector), s.gradients = (float *)take(unique * t.vector);
+    s.table = (float *)take(unique * entries), s.grad = (float *)take(entries * t.vector);
+    for (long k = 0; k < t.most; k++) s.number[k] = -1;
+    s.unique = 0;
+}
+static void words_free(WordSpace &s)
+{
+    free(s.tokens), free(s.number), free(s.which), free(s.ends), free(s.winner), free(s.none);
+    free(s.vectors), free(s.gradients), free(s.table), free(s.grad);
 }
 
 // The numbers that the batch's words have in it, and their vectors side by side.
@@ -89,8 +106,8 @@ TILE void best_windows(long windows, long width, long step, long stride, const i
 // y [n][features, rounded up] = relu(maxima + bias).
 static void words_forward(const Words &t, WordSpace &s, const float *w, long n, float *y)
 {
-    const long all = total_filters(t), FP = up(t.features);
-    long at = 0, feature = 0;
+    const long FP = up(t.features);
+    long feature = 0;
     for (long c = 0; c < t.kinds; c++) {
         const long step = up(t.filters[c]), entries = step * t.width[c];
         dense_forward(s.unique, t.vector, entries, false, s.vectors, w + t.weight[c], s.none, s.table);
@@ -112,9 +129,8 @@ static void words_forward(const Words &t, WordSpace &s, const float *w, long n, 
                 s.winner[m * FP + feature + f] = winner[f];
             }
         }
-        feature += t.filters[c], at += entries;
+        feature += t.filters[c];
     }
-    (void)all;
 }
 
 // d [V vectors] += sum over n of g * v.
