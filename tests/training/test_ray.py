@@ -132,7 +132,7 @@ def test_jobs_travel_with_all_that_they_bring_and_outcomes_with_all_that_they_ha
     for (upload, extras, memory), expected in zip(found, solver.carry_out(jobs), strict=True):
         assert torch.equal(upload, expected.upload)
         assert torch.equal(extras["mask"], expected.extras["mask"])
-        assert memory.keys() == {PERSONAL, "momentum"}
+        assert memory.keys() == {PERSONAL, "optimizer.momentum"}
         assert all(torch.equal(memory[name], expected.memory[name]) for name in memory)
     assert not torch.equal(found[1].upload, upload_of(solver, replace(jobs[1], vectors={})))
 

@@ -125,7 +125,7 @@ def test_a_session_leaves_its_job_as_it_was(small):
     before = job.params.clone(), {name: value.clone() for name, value in job.memory.items()}
     [found] = solver.carry_out([job])
     assert torch.equal(job.params, before[0])
-    assert job.memory.keys() == before[1].keys() == {PERSONAL, "momentum"}
+    assert job.memory.keys() == before[1].keys() == {PERSONAL, "optimizer.momentum"}
     for name, value in job.memory.items():
         assert torch.equal(value, before[1][name])
         assert not torch.equal(found.memory[name], value)
@@ -274,7 +274,31 @@ def test_a_kept_optimiser_is_torchs_own_with_its_state(small, parts, name, keep)
     torch.testing.assert_close(found.upload, vector_of(shared), rtol=1e-8, atol=1e-10)
     if parts is HEAD:
         torch.testing.assert_close(found.memory[PERSONAL], vector_of(module.head))
-    assert (found.memory.keys() - {PERSONAL} == set(ours.kept)) == keep
+    kept = {f"optimizer.{name}" for name in ours.kept}
+    assert (found.memory.keys() - {PERSONAL} == kept) == keep
+
+
+class Momentum(ClientStep):
+    """Of its own, by the name that an optimiser has for its."""
+
+    @property
+    def keeps(self):
+        return ("momentum",)
+
+    def after(self, session):
+        session.memory["momentum"] = session.memory.get("momentum", torch.zeros(2)) + 1
+
+
+def test_what_a_step_keeps_is_not_what_an_optimiser_keeps_by_the_same_name(small):
+    solver = AutogradSolver(network(), small, SEED)
+    plain = job_of(solver, replace(TASK, keep_optimizer=True))
+    both = replace(plain, task=replace(plain.task, client_steps=(Momentum(),)))
+    for _ in range(2):
+        [found], [expected] = solver.carry_out([both]), solver.carry_out([plain])
+        both, plain = replace(both, memory=found.memory), replace(plain, memory=expected.memory)
+    assert torch.equal(found.upload, expected.upload)
+    assert found.memory["momentum"].tolist() == [2.0, 2.0]
+    assert torch.equal(found.memory["optimizer.momentum"], expected.memory["optimizer.momentum"])
 
 
 @pytest.mark.parametrize("optimizer", [Sgd(), Adam(), AdamW()], ids=lambda o: type(o).__name__)

@@ -13,6 +13,7 @@ from polytempo.core.task import Task
 
 Vectors = Mapping[str, Tensor]
 PERSONAL = "personal"  # the name of a client's own part of the model in its memory
+OPTIMIZER = "optimizer."  # what the names of its optimiser's moments begin with there
 
 
 class Swap(NamedTuple):

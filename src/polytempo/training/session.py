@@ -29,7 +29,7 @@ from polytempo.core.objective import is_known
 from polytempo.core.optimizer import Moments, Sgd
 from polytempo.core.rng import rng
 from polytempo.training.features import last_features
-from polytempo.training.jobs import PERSONAL, Job, Outcome
+from polytempo.training.jobs import OPTIMIZER, PERSONAL, Job, Outcome
 from polytempo.training.solvers.vocabulary import Part
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ class Session:
             self._moments = None
 
     def _kept_moments(self) -> Moments | None:
-        kept = self.task.optimizer.kept
-        if not (self.task.keep_optimizer and kept and all(name in self.memory for name in kept)):
+        kept = self.task.optimizer.kept if self.task.keep_optimizer else ()
+        if not kept or not all(OPTIMIZER + name in self.memory for name in kept):
             return None
         device = self.solver.device
-        moments = {name: self.memory[name].to(device, copy=True) for name in kept}
+        moments = {name: self.memory[OPTIMIZER + name].to(device, copy=True) for name in kept}
         return self.task.optimizer.begin(moments[kept[0]]) | moments
 
     # -- what client steps see ---------------------------------------------------------------------
@@ -252,8 +252,8 @@ class Session:
         if len(own):
             self.memory[PERSONAL] = own
         if self.task.keep_optimizer and self._moments is not None:
-            kept = self.task.optimizer.kept
-            self.memory |= {name: self._moments[name].cpu() for name in kept}
+            for name in self.task.optimizer.kept:
+                self.memory[OPTIMIZER + name] = self._moments[name].cpu()
         upload = shared
         if self.task.upload == "delta":
             upload = shared - self.received
