@@ -1,6 +1,7 @@
 """However a training is cut in pieces, the bits are the same; what a client keeps, it keeps."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from test_vocabulary import FEDERATION as TEXTS
 from test_vocabulary import PADDED, text_model
 from torch import Tensor, nn
 
-from polytempo import Federation, Proximal, Task
-from polytempo.core.client_steps import ClientStep
+from polytempo import Federation, PolytempoError, Proximal, Task
+from polytempo.core.client_steps import ClientStep, Mask
 from polytempo.core.layout import Parts
 from polytempo.core.messages import Dispatch
 from polytempo.core.optimizer import Adam, AdamW, Sgd
@@ -402,5 +403,65 @@ def test_a_step_that_changes_memory_in_place_leaves_the_job_as_it_was(small):
 class Counts(ClientStep):
     """How often the client has trained."""
 
+    @property
+    def keeps(self):
+        return ("n",)
+
     def after(self, session):
         session.memory["n"] += 1
+
+
+class Keeps(ClientStep):
+    """Whatever it was told to, before the training or after it."""
+
+    value: Any = None
+    names: tuple[str, ...] = ("mine",)
+    early: bool = False
+
+    @property
+    def keeps(self):
+        return self.names
+
+    def before(self, session):
+        if self.early:
+            session.memory["mine"] = self.value
+
+    def after(self, session):
+        if not self.early:
+            session.memory["mine"] = self.value
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.zeros(2, 3), r"torch.float32 of shape \[2, 3\]"),
+        (torch.tensor(1.0), r"torch.float32 of shape \[\]"),
+        (torch.zeros(0), r"torch.float32 of shape \[0\]"),
+        (torch.arange(3), r"torch.int64 of shape \[3\]"),
+        ([1.0, 2.0], "a list"),
+    ],
+)
+def test_what_cannot_be_kept_names_the_step_the_name_and_the_shape(small, value, found, early):
+    solver = AutogradSolver(network(), small, SEED)
+    steps = (Mask(0.5), Keeps(value, early=early))
+    with pytest.raises(PolytempoError, match=rf"step Keeps keeps 'mine' as {found}; expected"):
+        solver.carry_out([job_of(solver, replace(TASK, client_steps=steps))])
+
+
+def test_a_step_says_what_it_keeps(small):
+    """By that, a training knows whether it can forget what a multicast has replaced."""
+    solver = AutogradSolver(network(), small, SEED)
+    silent = replace(TASK, client_steps=(Keeps(torch.ones(1), names=()), Mask(0.5)))
+    with pytest.raises(PolytempoError, match=r"Keeps stored 'mine' .* `keeps`"):
+        solver.carry_out([job_of(solver, silent)])
+    with pytest.raises(PolytempoError, match="two client steps keep 'n'"):
+        replace(TASK, client_steps=(Counts(), Counts()))
+
+
+@pytest.mark.parametrize("name", [PERSONAL, "optimizer.momentum"])
+def test_names_of_the_clients_own_part_and_of_its_optimiser_are_taken(small, name):
+    solver = AutogradSolver(network(), small, SEED)
+    task = replace(TASK, client_steps=(Keeps(torch.ones(1), names=(name,)),))
+    with pytest.raises(PolytempoError, match=f"client step Keeps keeps '{name}'.* another"):
+        solver.carry_out([job_of(solver, task)])

@@ -49,10 +49,12 @@ class Task(Options):
     client_steps: tuple[Annotated[ClientStep, BeforeValidator(CLIENT_STEPS.create)], ...] = ()
 
     def __post_init__(self) -> None:
-        names = [name for step in self.client_steps for name in step.uploads]
-        for name in names:
-            if names.count(name) > 1:
-                raise PolytempoError(f"two client steps upload {name!r}: give one another name")
+        uploads = [name for step in self.client_steps for name in step.uploads]
+        keeps = [name for step in self.client_steps for name in step.keeps]
+        for verb, names in (("upload", uploads), ("keep", keeps)):
+            for name in names:
+                if names.count(name) > 1:
+                    raise PolytempoError(f"two client steps {verb} {name!r}: give one another name")
 
     @property
     def extras(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ lays it into the module for as long as it advances.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polytempo.core.client_steps import ClientStep
+from polytempo.core.errors import PolytempoError
 from polytempo.core.objective import is_known
 from polytempo.core.optimizer import Moments, Sgd
 from polytempo.core.rng import rng
@@ -79,7 +81,7 @@ class Session:
         self.vectors, self.frozen = vectors, None
         self.begin(params)
         for step in self.task.client_steps:
-            step.before(self)
+            self._take_part(step, step.before)
 
     def begin(self, model: Tensor) -> None:
         self.received = model
@@ -97,7 +99,34 @@ class Session:
         moments = {name: self.memory[OPTIMIZER + name].to(device, copy=True) for name in kept}
         return self.task.optimizer.begin(moments[kept[0]]) | moments
 
-    # -- what client steps see ---------------------------------------------------------------------
+    # -- client steps ------------------------------------------------------------------------------
+
+    def _take_part(self, step: ClientStep, part: Callable[[Session], None]) -> None:
+        """What the step does now, and a look at what it leaves in the memory."""
+        who, known = step.name or type(step).__name__, {*self.memory, *step.keeps}
+        for name in step.keeps:
+            if name == PERSONAL or name.startswith(OPTIMIZER):
+                raise PolytempoError(
+                    f"client step {who} keeps {name!r}, a name for what the client keeps in any "
+                    "case; choose another"
+                )
+        part(self)
+        for name, value in self.memory.items():
+            if name not in known:
+                raise PolytempoError(
+                    f"client step {who} stored {name!r} in the memory without saying that it keeps "
+                    "it; name it in its property `keeps`"
+                )
+            if not isinstance(value, Tensor):
+                found = f"a {type(value).__name__}"
+            elif value.dim() != 1 or not len(value) or not value.is_floating_point():
+                found = f"{value.dtype} of shape {list(value.shape)}"
+            else:
+                continue
+            raise PolytempoError(
+                f"client step {who} keeps {name!r} as {found}; expected a vector of floats that is "
+                "not empty: store value.float().flatten()"
+            )
 
     @property
     def parameters(self) -> int:
@@ -247,7 +276,7 @@ class Session:
     def finish(self) -> Outcome:
         """What has come of the training."""
         for step in self.task.client_steps:
-            step.after(self)
+            self._take_part(step, step.after)
         shared, own = (part.cpu() for part in self.solver.layout.split(self.vector))
         if len(own):
             self.memory[PERSONAL] = own
