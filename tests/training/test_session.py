@@ -198,6 +198,38 @@ def test_who_keeps_something_has_to_train_all_of_it(small):
         assert not torch.equal(upload_of(solver, found), upload_of(solver, tail))
 
 
+class Received(ClientStep):
+    """How many models the client has been sent, multicasts included."""
+
+    @property
+    def keeps(self):
+        return ("received",)
+
+    def before(self, session):
+        session.memory["received"] = session.memory.get("received", torch.zeros(1)) + 1
+
+
+@pytest.mark.parametrize("before", [{}, {"received": torch.full((1,), 7.0)}])
+def test_what_steps_have_kept_before_a_multicast_is_not_forgotten(small, before):
+    """In the first training too, when there is no memory yet: as a client does that was there."""
+    solver = AutogradSolver(network(), small, SEED)
+    job = job_of(solver, replace(TASK, client_steps=(Mask(0.5), Received())), memory=before)
+    other = moved(job.params)
+    session = solver.begin(job)
+    session.advance(3)
+    session.swap(other, {})
+    session.advance()
+    [found] = solver.carry_out([job.swapped(3, sent(job, other))])
+    assert_same(found, session.finish())
+    assert found.memory["received"].item() == sum(before.values()) + 2
+
+
+def test_steps_that_keep_nothing_need_no_history(small):
+    solver = AutogradSolver(network(), small, SEED)
+    job = job_of(solver, replace(TASK, client_steps=(Mask(0.5),)))
+    assert job.swapped(3, sent(job, moved(job.params))).swaps == ()
+
+
 def by_hand(
     fed: Federation, module: nn.Module, optimiser: torch.optim.Optimizer, steps: range, stream
 ) -> None:
