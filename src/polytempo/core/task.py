@@ -86,6 +86,12 @@ class Task(Options):
         full, rest = divmod(samples, self.batch_size)
         return max(1, full + (rest > 1))
 
+    def end_of_epoch(self, step: float, samples: int) -> int:
+        """The step at which the epoch ends that is in progress after so many steps, which need not
+        be whole: where an urgent request ends a training."""
+        epoch = self.batches(samples)
+        return (math.floor(step / epoch) + 1) * epoch
+
     def total_steps(self, samples: int) -> int:
         """Steps of the whole task on a client with that many training samples."""
         if self.upload == "gradient":

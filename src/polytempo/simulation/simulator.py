@@ -309,10 +309,10 @@ class Simulator(Engine):
 
     def _stop(self, flight: Flight) -> None:
         """An urgent request reaches the client: the epoch in progress is its last."""
-        samples = self.federation.samples[flight.job.client]
-        total, epoch = flight.job.task.total_steps(samples), flight.job.task.batches(samples)
-        epochs = math.floor(flight.progress(self.time) * total / epoch) + 1
-        last = max(epochs, flight.job.since // epoch + 1) * epoch
+        task, samples = flight.job.task, self.federation.samples[flight.job.client]
+        total = task.total_steps(samples)
+        done = max(flight.progress(self.time) * total, flight.job.since)
+        last = task.end_of_epoch(done, samples)
         if last < (flight.job.last_step or total):
             self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
             self._change_job(flight, replace(flight.job, last_step=last))

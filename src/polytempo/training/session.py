@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from polytempo.training.solvers.autograd import AutogradSolver
 
 _AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
-_EVALUATION_BATCH = 512
+EVALUATION_BATCH = 512  # samples that pass through the model at once where none is trained on
 
 
 class Session:
@@ -146,7 +146,7 @@ class Session:
         layout.load_whole(self.vector)
         layout.module.eval()
         x, _ = self.shard()
-        parts = [x[k : k + _EVALUATION_BATCH] for k in range(0, len(x), _EVALUATION_BATCH)]
+        parts = [x[k : k + EVALUATION_BATCH] for k in range(0, len(x), EVALUATION_BATCH)]
         found = [last_features(layout.module, self.solver.inputs(part)) for part in parts]
         return torch.cat(found).cpu()
 
@@ -176,8 +176,7 @@ class Session:
 
     def stop(self) -> None:
         """The epoch in progress is the last (an urgent request)."""
-        epoch = self.task.batches(self.samples)
-        self.last = min(self.last, (self.step // epoch + 1) * epoch)
+        self.last = min(self.last, self.task.end_of_epoch(self.step, self.samples))
 
     def advance(self, steps: int | None = None) -> int:
         """Take this many steps, or all that are left; returns how many were taken."""

@@ -19,10 +19,8 @@ from polytempo.core.rng import stream_seed
 from polytempo.data import Federation
 from polytempo.training.jobs import Exam, Job, Outcome
 from polytempo.training.problem import Problem, Score, problem_for
-from polytempo.training.session import Session
+from polytempo.training.session import EVALUATION_BATCH, Session
 from polytempo.training.solvers.vocabulary import Vocabulary
-
-_EVALUATION_BATCH = 512
 
 
 class Solver(Protocol):
@@ -100,8 +98,8 @@ class AutogradSolver:
         x, y = self.samples(shard)
         self.layout.module.eval()
         found = Score({})
-        for k in range(0, len(y), _EVALUATION_BATCH):
-            part = slice(k, k + _EVALUATION_BATCH)
+        for k in range(0, len(y), EVALUATION_BATCH):
+            part = slice(k, k + EVALUATION_BATCH)
             outputs = self.layout.module(self.inputs(x[part]))
             found += Score(self.problem.sums(outputs, y[part]))
         return found
