@@ -117,16 +117,11 @@ class Session:
                     f"client step {who} stored {name!r} in the memory without saying that it keeps "
                     "it; name it in its property `keeps`"
                 )
-            if not isinstance(value, Tensor):
-                found = f"a {type(value).__name__}"
-            elif value.dim() != 1 or not len(value) or not value.is_floating_point():
-                found = f"{value.dtype} of shape {list(value.shape)}"
-            else:
-                continue
-            raise PolytempoError(
-                f"client step {who} keeps {name!r} as {found}; expected a vector of floats that is "
-                "not empty: store value.float().flatten()"
-            )
+            if (found := _not_a_vector(value)) is not None:
+                raise PolytempoError(
+                    f"client step {who} keeps {name!r} as {found}; expected a vector of floats "
+                    "that is not empty: store value.float().flatten()"
+                )
 
     @property
     def parameters(self) -> int:
@@ -289,3 +284,11 @@ class Session:
             assert self.gradient is not None, "a gradient is what the one step of the task finds"
             upload = self.gradient.cpu()
         return Outcome(upload, self.extras, self.memory)
+
+
+def _not_a_vector(value: object) -> str | None:
+    """What it is, if that is nothing that a client can keep."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    fine = value.dim() == 1 and len(value) > 0 and value.is_floating_point()
+    return None if fine else f"{value.dtype} of shape {list(value.shape)}"
