@@ -47,7 +47,7 @@ from polytempo.core.messages import (
 )
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Constant, Schedule
-from polytempo.core.strategy import Context, Refill, State, Strategy
+from polytempo.core.strategy import STRATEGIES, Context, Refill, State, Strategy
 from polytempo.core.task import TASKS, Task
 
 MANY = 1_000  # clients: among more, it would take long to list those that are idle
@@ -98,6 +98,9 @@ class Server:
         self.open: OrderedDict[int, list[Open]] = OrderedDict()
         self.dispatches = 0  # sent so far
         strategy.setup(context)
+        task = strategy.task(0)
+        if task.upload == "gradient":
+            task.plain_sgd(STRATEGIES.describe(strategy)["name"])
 
     # -- what happens to clients ---------------------------------------------------------------
 

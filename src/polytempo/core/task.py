@@ -62,14 +62,16 @@ class Task(Options):
         return {name: rows for step in self.client_steps for name, rows in step.uploads.items()}
 
     def plain_sgd(self, who: str) -> Sgd:
-        """The optimizer, for a method that concludes from a client's steps what its gradients were;
-        an error if that cannot be done."""
+        """The optimizer, for a method that is after a client's gradients: uploaded as such, with no
+        step for an optimizer to take, or concluded from its steps. An error if that cannot be."""
+        gradient = self.upload == "gradient"
         if type(self.optimizer) is not Sgd:
-            raise PolytempoError(
-                f"{who} derives gradients from the steps of plain SGD; use --optimizer sgd, not "
-                f"{self.optimizer.name}"
-            )
-        if self.keep_optimizer and self.optimizer.momentum:
+            why = "derives gradients from the steps of plain SGD"
+            if gradient:
+                why = "has its clients upload a gradient, with no local step for an optimizer to take"
+            name = self.optimizer.name or type(self.optimizer).__name__
+            raise PolytempoError(f"{who} {why}; use --optimizer sgd, not {name}")
+        if self.keep_optimizer and self.optimizer.momentum and not gradient:
             raise PolytempoError(
                 f"{who} cannot tell momentum that a client kept from its last training from the "
                 "gradients of this one; omit --keep-optimizer, or use --momentum 0"
