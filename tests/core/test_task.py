@@ -285,5 +285,5 @@ def test_a_method_that_looks_at_steps_can_ask_for_plain_sgd():
         kept.plain_sgd("fedac")
     assert replace(kept, optimizer=Sgd(momentum=0.0)).plain_sgd("fedac").momentum == 0.0
     assert replace(kept, upload="gradient").plain_sgd("ace").momentum == 0.9  # none is taken
-    with pytest.raises(PolytempoError, match="ace has its clients upload a gradient.* not adamw"):
+    with pytest.raises(PolytempoError, match=r"ace has its clients upload a gradient.* not adamw"):
         Task(optimizer=AdamW(), upload="gradient").plain_sgd("ace")

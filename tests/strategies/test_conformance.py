@@ -394,4 +394,3 @@ def test_the_rule_holds_for_a_users_own_strategy():
 
     with pytest.raises(PolytempoError, match=r"Own has its clients upload a gradient"):
         served(Own(), optimizer="adam")
-

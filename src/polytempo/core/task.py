@@ -68,7 +68,7 @@ class Task(Options):
         if type(self.optimizer) is not Sgd:
             why = "derives gradients from the steps of plain SGD"
             if gradient:
-                why = "has its clients upload a gradient, with no local step for an optimizer to take"
+                why = "has its clients upload a gradient, with no step for an optimizer to take"
             name = self.optimizer.name or type(self.optimizer).__name__
             raise PolytempoError(f"{who} {why}; use --optimizer sgd, not {name}")
         if self.keep_optimizer and self.optimizer.momentum and not gradient:
