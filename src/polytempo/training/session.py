@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from polytempo.training.solvers.autograd import AutogradSolver
 
 _AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
-EVALUATION_BATCH = 512  # samples that pass through the model at once where none is trained on
+EVALUATION_BATCH = 512  # samples at once through a model that is not being trained
 
 
 class Session:
