@@ -8,7 +8,8 @@ from nearby import wait_until
 
 from polytempo.core.errors import PolytempoError
 from polytempo.network.wire import Wire
-from polytempo.nodes import Appeared, Exchanging, Granted, Idle, Pending, Token
+from polytempo.nodes import Token
+from polytempo.nodes.protocol import Appeared, Exchanging, Granted, Idle, Pending
 
 
 def of(link, kind):

@@ -16,16 +16,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.network.folder import Folder
 from polytempo.network.link import Record
 from polytempo.network.wire import Wire, check_name
-from polytempo.nodes import (
-    Decision,
-    Event,
-    FusionRule,
-    Pairing,
-    PeerNode,
-    RoundEnded,
-    Started,
-    Stop,
-)
+from polytempo.nodes import Decision, FusionRule, Pairing, PeerNode, protocol
 from polytempo.training import Learner
 
 
@@ -61,7 +52,7 @@ class Place(Protocol):
 
     def wait_for(self, others: int, seconds: float, stop: Callable[[], bool]) -> bool: ...
 
-    def tell(self, event: Event) -> int: ...
+    def tell(self, event: protocol.Event) -> int: ...
 
     def leave(self) -> None: ...
 
@@ -160,17 +151,18 @@ class Driver:
         if not self.history:
             self._evaluate()
 
-        def tell(event: Event) -> int:
+        def tell(event: protocol.Event) -> int:
             if interrupted():
-                place.tell(Stop())  # first: nobody would train on what is fused at a round's end
+                # First: nobody would train on what is fused at a round's end.
+                place.tell(protocol.Stop())
             return place.tell(event)
 
-        rounds, steps = 0, tell(Started())
+        rounds, steps = 0, tell(protocol.Started())
         while steps:
             learner.steps(steps)
             rounds += 1
             folder.iteration = learner.iteration
-            steps = tell(RoundEnded())
+            steps = tell(protocol.RoundEnded())
             if rounds % plan.eval_every == 0:
                 self._evaluate()
             if rounds % plan.save_every == 0:

@@ -21,36 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.network.session import Address, open_session
 from polytempo.network.wire import MOST_HEADER, Message, Wire
-from polytempo.nodes import (
-    Action,
-    Announce,
-    AnswerClaim,
-    AnswerExchange,
-    Appeared,
-    Claim,
-    ClaimAnswered,
-    Claimed,
-    DeadlinePassed,
-    Discarded,
-    Event,
-    Exchange,
-    ExchangeAnswered,
-    Exchanged,
-    Fused,
-    Fusion,
-    Gone,
-    Identity,
-    Idle,
-    Paired,
-    PeerNode,
-    SetDeadline,
-    Snapshot,
-    Stop,
-    Token,
-    Train,
-    Vanished,
-    Withdraw,
-)
+from polytempo.nodes import Fusion, Identity, PeerNode, Snapshot, Token, protocol
 
 if TYPE_CHECKING:
     import zenoh
@@ -123,7 +94,7 @@ class Link:
         for _each in range(self._callbacks):
             self._ended.get().join()
 
-    def tell(self, event: Event) -> int:
+    def tell(self, event: protocol.Event) -> int:
         """Something happens to the training loop. Returns how many steps to train now; 0: the peer
         has done its part."""
 
@@ -145,8 +116,8 @@ class Link:
 
     def leave(self) -> None:
         """Stop taking part, and wait for a pairing under way, which its time-outs bound."""
-        self.tell(Stop())
-        while not self._ask(lambda: isinstance(self.node.phase, Idle)):
+        self.tell(protocol.Stop())
+        while not self._ask(lambda: isinstance(self.node.phase, protocol.Idle)):
             time.sleep(_POLL)
 
     # -- the thread that owns the node -------------------------------------------------------
@@ -180,7 +151,7 @@ class Link:
         while True:
             now = time.monotonic()
             if self._deadlines and self._deadlines[0][0] <= now:
-                passed = DeadlinePassed(heapq.heappop(self._deadlines)[2])
+                passed = protocol.DeadlinePassed(heapq.heappop(self._deadlines)[2])
                 job: Job | None = partial(self._handle, passed)
             else:
                 wait = self._deadlines[0][0] - now if self._deadlines else None
@@ -195,7 +166,7 @@ class Link:
             except Exception as error:  # the training loop raises it at the next round's end
                 self.failure = error
 
-    def _handle(self, event: Event, query: zenoh.Query | None = None) -> None:
+    def _handle(self, event: protocol.Event, query: zenoh.Query | None = None) -> None:
         """Let the node take an event, `query` if another peer asks, and do what it wants."""
         actions = self.node.handle(event)
         phase = type(self.node.phase).__name__
@@ -205,40 +176,40 @@ class Link:
         for action in actions:
             self._act(action, query)
 
-    def _act(self, action: Action, query: zenoh.Query | None) -> None:
+    def _act(self, action: protocol.Action, query: zenoh.Query | None) -> None:
         """A node answers a question at once, so that an answer belongs to the query at hand."""
         match action:
-            case Announce(token):
+            case protocol.Announce(token):
                 key = self.wire.key("ticket", *token)
                 self._standing[token] = self._session.liveliness().declare_token(key)
-            case Withdraw(token):
+            case protocol.Withdraw(token):
                 self._standing.pop(token).undeclare()  # type: ignore[no-untyped-call]
-            case Claim(token, timeout):
+            case protocol.Claim(token, timeout):
                 self._query(token, None, timeout, self._claim_answered)
-            case Exchange(token, snapshot, timeout):
+            case protocol.Exchange(token, snapshot, timeout):
                 self._send(self._query, token, snapshot, timeout, self._exchange_answered)
-            case AnswerClaim(to, token, granted):
+            case protocol.AnswerClaim(to, token, granted):
                 assert query is not None
                 if granted:
                     self.record("granted", token=list(token), to=list(to))
                 with query:
                     self._reply(query, _CLAIM, _YES if granted else _NO, express=True)
-            case AnswerExchange(to, token, answer):
+            case protocol.AnswerExchange(to, token, answer):
                 assert query is not None
                 if answer is None:
                     self._refuse(query, f"the ticket {tuple(token)} was not granted to {to.peer}")
                 else:
                     self._send(self._send_back, query, token, answer)
-            case SetDeadline(token, seconds):
+            case protocol.SetDeadline(token, seconds):
                 at = time.monotonic() + seconds
                 heapq.heappush(self._deadlines, (at, token.ticket, token))
-            case Train(steps):
+            case protocol.Train(steps):
                 self._steps = steps
-            case Paired(fusion):
+            case protocol.Paired(fusion):
                 self.record("paired", **self._sides(fusion), to=list(fusion.partner))
-            case Fused(fusion):
+            case protocol.Fused(fusion):
                 self.record("fused", **self._sides(fusion), partner=list(fusion.partner))
-            case Discarded(fusion):
+            case protocol.Discarded(fusion):
                 self.record("discarded", **self._sides(fusion), partner=list(fusion.partner))
 
     def _sides(self, fusion: Fusion) -> dict[str, Any]:
@@ -262,7 +233,7 @@ class Link:
                     f"one is {me.incarnation}); give each peer its own --id"
                 )
         elif isinstance(who, Token):
-            self._handle(Appeared(who) if stands else Vanished(who))
+            self._handle(protocol.Appeared(who) if stands else protocol.Vanished(who))
         elif stands:
             self.present[who.peer] = max(who.incarnation, self.present.get(who.peer, 0))
             self.record("joined", who=list(who))
@@ -270,7 +241,7 @@ class Link:
             if self.present.get(who.peer) == who.incarnation:
                 del self.present[who.peer]
             self.record("left", who=list(who))
-            self._handle(Gone(who))
+            self._handle(protocol.Gone(who))
 
     # -- as the owner of a ticket ---------------------------------------------------------------
 
@@ -280,7 +251,7 @@ class Link:
         except Refused as error:
             self._refuse(query, str(error))
             return
-        self._handle(Claimed(message.by, message.token), query)
+        self._handle(protocol.Claimed(message.by, message.token), query)
 
     def _exchanged(self, query: zenoh.Query) -> None:
         try:
@@ -289,7 +260,7 @@ class Link:
             self._refuse(query, str(error))
             return
         assert message.snapshot is not None
-        self._handle(Exchanged(message.by, message.token, message.snapshot), query)
+        self._handle(protocol.Exchanged(message.by, message.token, message.snapshot), query)
 
     def _send_back(self, query: zenoh.Query, token: Token, snapshot: Snapshot) -> None:
         with query:
@@ -346,7 +317,7 @@ class Link:
         answers = {_YES: True, _NO: False}
         answer = self._answer(token, replies)
         granted = None if answer is None else answers.get(answer.payload.to_bytes())
-        self._handle(ClaimAnswered(token, granted))
+        self._handle(protocol.ClaimAnswered(token, granted))
 
     def _exchange_answered(self, token: Token, replies: Sequence[zenoh.Reply]) -> None:
         snapshot = None
@@ -359,7 +330,7 @@ class Link:
                 snapshot = message.snapshot
         except Refused as error:
             self.record("refused", why=str(error))
-        self._handle(ExchangeAnswered(token, snapshot))
+        self._handle(protocol.ExchangeAnswered(token, snapshot))
 
     def _answer(self, token: Token, replies: Sequence[zenoh.Reply]) -> zenoh.Sample | None:
         """The one good reply. That there is none is all that Zenoh says of a failure."""

@@ -36,37 +36,13 @@ from polytempo.core.rng import rng
 from polytempo.core.strategy import State
 from polytempo.data import Federation
 from polytempo.nodes import (
-    Action,
-    Announce,
-    AnswerClaim,
-    AnswerExchange,
-    Appeared,
-    Claim,
-    ClaimAnswered,
-    Claimed,
-    DeadlinePassed,
-    Discarded,
-    Event,
-    Exchange,
-    ExchangeAnswered,
-    Exchanged,
-    Exchanging,
-    Fused,
     Fusion,
-    Gone,
     Identity,
-    Paired,
     Pairing,
     PeerNode,
-    Pending,
-    RoundEnded,
-    SetDeadline,
     Snapshot,
-    Started,
     Token,
-    Train,
-    Vanished,
-    Withdraw,
+    protocol,
     read,
     spell,
 )
@@ -98,12 +74,12 @@ class Post:
     """An event on its way to a node."""
 
     to: Identity
-    event: Event
+    event: protocol.Event
 
     @property
     def brings_model(self) -> bool:
         match self.event:
-            case Exchanged() | ExchangeAnswered(snapshot=Snapshot()):
+            case protocol.Exchanged() | protocol.ExchangeAnswered(snapshot=Snapshot()):
                 return True
         return False
 
@@ -111,7 +87,11 @@ class Post:
     def is_silence(self) -> bool:
         """Whether it says that something has not happened: a time-out, or a refused exchange."""
         match self.event:
-            case DeadlinePassed() | ClaimAnswered(granted=None) | ExchangeAnswered(snapshot=None):
+            case (
+                protocol.DeadlinePassed()
+                | protocol.ClaimAnswered(granted=None)
+                | protocol.ExchangeAnswered(snapshot=None)
+            ):
                 return True
         return False
 
@@ -214,10 +194,10 @@ class PeerSimulator(Engine):
         self.incarnations[client] += 1
         node = self._node(client)
         for other in self.nodes.values():
-            if isinstance(other.phase, Pending):
-                self._post(node.identity, Appeared(other.phase.token))
+            if isinstance(other.phase, protocol.Pending):
+                self._post(node.identity, protocol.Appeared(other.phase.token))
         self.nodes[client] = node
-        self._act(client, node.handle(Started()))
+        self._act(client, node.handle(protocol.Started()))
 
     def _node(self, client: int) -> PeerNode:
         """A new node for the peer's present incarnation. The budget is the run's, not a peer's."""
@@ -254,10 +234,11 @@ class PeerSimulator(Engine):
             if client in self.training:
                 self.backend.forget(self.training.pop(client).job)
             for other in self.nodes.values():
-                self._post(other.identity, Gone(identity))
+                self._post(other.identity, protocol.Gone(identity))
                 match other.phase:
-                    case Exchanging(token) if token.owner == identity:  # the line is broken
-                        self._post(other.identity, ExchangeAnswered(token, None))
+                    case protocol.Exchanging(token) if token.owner == identity:
+                        # the line is broken
+                        self._post(other.identity, protocol.ExchangeAnswered(token, None))
 
     def _train(self, client: int, steps: int) -> None:
         """The peer begins a local round."""
@@ -287,7 +268,7 @@ class PeerSimulator(Engine):
         self.local_rounds += 1
         self._emit(events.Train, client, learner.iteration)
         with self._timed("server"):
-            actions = self.nodes[client].handle(RoundEnded())
+            actions = self.nodes[client].handle(protocol.RoundEnded())
         self.strategy.models[client] = learner.params
         self._act(client, actions)
         if self.round // self.eval_every > self.history[-1]["round"] // self.eval_every:
@@ -297,7 +278,7 @@ class PeerSimulator(Engine):
 
     def _deliver(self, time: float, client: int, post: Post) -> None:
         """An event reaches the node that it is for, or nobody, if that is dead."""
-        self.answers -= isinstance(post.event, Exchanged)
+        self.answers -= isinstance(post.event, protocol.Exchanged)
         node = self.nodes.get(client)
         if node is None or node.identity != post.to:
             return
@@ -308,45 +289,45 @@ class PeerSimulator(Engine):
         self.time = time
         self._act(client, actions)
 
-    def _act(self, client: int, actions: list[Action]) -> None:
+    def _act(self, client: int, actions: list[protocol.Action]) -> None:
         """Carry out what the client's node wants."""
         me = self.nodes[client].identity
         for action in actions:
             match action:
-                case Announce(token):
-                    self._tell_all(client, events.Announce, token, Appeared(token))
-                case Withdraw(token):
-                    self._tell_all(client, events.Withdraw, token, Vanished(token))
-                case Claim(token, timeout):
+                case protocol.Announce(token):
+                    self._tell_all(client, events.Announce, token, protocol.Appeared(token))
+                case protocol.Withdraw(token):
+                    self._tell_all(client, events.Withdraw, token, protocol.Vanished(token))
+                case protocol.Claim(token, timeout):
                     self.messages["claim"] += 1
                     self._emit(events.Claim, client, _name(token))
-                    self._post(token.owner, Claimed(me, token))
-                    self._time_out(me, timeout, ClaimAnswered(token, None))
-                case AnswerClaim(to, token, granted):
+                    self._post(token.owner, protocol.Claimed(me, token))
+                    self._time_out(me, timeout, protocol.ClaimAnswered(token, None))
+                case protocol.AnswerClaim(to, token, granted):
                     if granted:
                         self._emit(events.Grant, client, _name(token), int(to.peer))
-                    self._post(to, ClaimAnswered(token, granted))
-                case Exchange(token, snapshot, timeout):
+                    self._post(to, protocol.ClaimAnswered(token, granted))
+                case protocol.Exchange(token, snapshot, timeout):
                     self._exchange(client, token, snapshot)
-                    self._time_out(me, timeout, ExchangeAnswered(token, None))
-                case AnswerExchange(to, token, answer):
+                    self._time_out(me, timeout, protocol.ExchangeAnswered(token, None))
+                case protocol.AnswerExchange(to, token, answer):
                     after = 0.0
                     if answer is not None:
                         self.pairings += 1
                         self._send(client, token, answer)
                         after = self._seconds(client, int(to.peer))
-                    self._post(to, ExchangeAnswered(token, answer), after=after)
-                case SetDeadline(token, seconds):
-                    self._time_out(me, seconds, DeadlinePassed(token))
-                case Train(steps):
+                    self._post(to, protocol.ExchangeAnswered(token, answer), after=after)
+                case protocol.SetDeadline(token, seconds):
+                    self._time_out(me, seconds, protocol.DeadlinePassed(token))
+                case protocol.Train(steps):
                     self._train(client, steps)
-                case Fused(fusion, weight, before, fused):
+                case protocol.Fused(fusion, weight, before, fused):
                     if self.strategy.score_fusions:
                         self._score_fusion(client, before, fused)
                     self._emit(events.Fuse, client, *_about(fusion), weight)
-                case Discarded(fusion):
+                case protocol.Discarded(fusion):
                     self._emit(events.Discard, client, *_about(fusion))
-                case Paired():  # `Fused` or `Discarded` will tell
+                case protocol.Paired():  # `Fused` or `Discarded` will tell
                     pass
 
     def _tell_all(
@@ -354,7 +335,7 @@ class PeerSimulator(Engine):
         client: int,
         kind: type[events.Announce | events.Withdraw],
         token: Token,
-        event: Event,
+        event: protocol.Event,
     ) -> None:
         self.messages["announce"] += 1
         self._emit(kind, client, _name(token))
@@ -372,7 +353,7 @@ class PeerSimulator(Engine):
         if fate == "lost":
             self.answers -= 1
         else:
-            event = Exchanged(self.nodes[client].identity, token, snapshot)
+            event = protocol.Exchanged(self.nodes[client].identity, token, snapshot)
             self._post(token.owner, event, after=self._seconds(client, int(token.peer)))
 
     def _send(self, client: int, token: Token, snapshot: Snapshot) -> None:
@@ -380,13 +361,13 @@ class PeerSimulator(Engine):
         self._emit(events.Exchange, client, _name(token), snapshot.progress)
 
     def _post(
-        self, to: Identity, event: Event, *, after: float = 0.0, priority: int = DELIVER
+        self, to: Identity, event: protocol.Event, *, after: float = 0.0, priority: int = DELIVER
     ) -> None:
         number = self.counter + 1
         self.posts[number] = Post(to, event)
         self._push(self.time + after, priority, int(to.peer), number, 0)
 
-    def _time_out(self, me: Identity, after: float, event: Event) -> None:
+    def _time_out(self, me: Identity, after: float, event: protocol.Event) -> None:
         self._post(me, event, after=after, priority=TIMEOUT)
 
     def _seconds(self, one: int, other: int) -> float:
