@@ -85,7 +85,7 @@ def test_stopped_and_resumed_is_bit_identical(small, world, stop, tmp_path):
     assert resumed.history == whole.history
     assert torch.equal(models(resumed), models(whole))
     assert resumed.fingerprint == whole.fingerprint
-    assert resumed.peers() == whole.peers()
+    assert resumed.each.figures() == whole.each.figures()
 
 
 def test_another_target_is_not_gone_on_with(small):
@@ -300,7 +300,7 @@ def test_common_test_samples_are_those_of_all(small):
         weight, bias = vector[:48].view(4, 12), vector[48:]
         right.append(float(((x @ weight.T + bias).argmax(1) == y).double().mean()))
     assert common.history[-1]["accuracy"] == pytest.approx(sum(right) / 8)
-    assert [peer["accuracy"] for peer in common.peers()] == pytest.approx(right)
+    assert [peer["accuracy"] for peer in common.each.figures()["peers"]] == pytest.approx(right)
     assert own.history[-1]["accuracy"] != common.history[-1]["accuracy"]
 
 
@@ -310,9 +310,9 @@ def test_fusions_are_scored_on_request_and_change_nothing(small):
     plain.run(160)
     scored.run(160)
     assert log == events
-    assert sum(map(len, scored.effects)) == len(of_kind(log, "fuse"))
-    assert all(peer["fusion_effect"] is None for peer in plain.peers())
-    assert any(peer["fusion_effect"] for peer in scored.peers())
+    assert sum(map(len, scored.each.effects)) == len(of_kind(log, "fuse"))
+    assert all(peer["fusion_effect"] is None for peer in plain.each.figures()["peers"])
+    assert any(peer["fusion_effect"] for peer in scored.each.figures()["peers"])
 
 
 def test_departures_by_version_need_a_server(small):

@@ -26,7 +26,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -35,20 +35,11 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.core.strategy import State
 from polytempo.data import Federation
-from polytempo.nodes import (
-    Fusion,
-    Identity,
-    Pairing,
-    PeerNode,
-    Snapshot,
-    Token,
-    protocol,
-    read,
-    spell,
-)
+from polytempo.nodes import Identity, Pairing, PeerNode, Snapshot, Token, protocol
 from polytempo.simulation.checks import PeerChecker
 from polytempo.simulation.each_peer import EachPeer
 from polytempo.simulation.engine import Engine, World
+from polytempo.simulation.post import Post, about, ticket_of
 from polytempo.strategies.p2p import P2P
 from polytempo.training import PERSONAL, Exam, Job, Learner, Score
 
@@ -67,33 +58,6 @@ class Round:
     @property
     def steps(self) -> int:
         return (self.job.last_step or 0) - self.job.first_step
-
-
-@dataclass(frozen=True)
-class Post:
-    """An event on its way to a node."""
-
-    to: Identity
-    event: protocol.Event
-
-    @property
-    def brings_model(self) -> bool:
-        match self.event:
-            case protocol.Exchanged() | protocol.ExchangeAnswered(snapshot=Snapshot()):
-                return True
-        return False
-
-    @property
-    def is_silence(self) -> bool:
-        """Whether it says that something has not happened: a time-out, or a refused exchange."""
-        match self.event:
-            case (
-                protocol.DeadlinePassed()
-                | protocol.ClaimAnswered(granted=None)
-                | protocol.ExchangeAnswered(snapshot=None)
-            ):
-                return True
-        return False
 
 
 class PeerSimulator(Engine):
@@ -134,11 +98,10 @@ class PeerSimulator(Engine):
         self.posts: dict[int, Post] = {}  # on their way, by number
         self.answers = 0  # models that are still to be sent, in pairings under way
         self.local_rounds = self.pairings = 0
-        self.each: list[dict[str, float]] = []  # a row for each peer and evaluation
-        self.effects: list[list[float]] = [[] for _ in range(clients)]  # of fusions on the metric
+        self.each = EachPeer(self)
         if check:
             self.extend(PeerChecker())
-        self.extend(EachPeer(self))
+        self.extend(self.each)
 
     @property
     def round(self) -> int:
@@ -300,12 +263,12 @@ class PeerSimulator(Engine):
                     self._tell_all(client, events.Withdraw, token, protocol.Vanished(token))
                 case protocol.Claim(token, timeout):
                     self.messages["claim"] += 1
-                    self._emit(events.Claim, client, _name(token))
+                    self._emit(events.Claim, client, ticket_of(token))
                     self._post(token.owner, protocol.Claimed(me, token))
                     self._time_out(me, timeout, protocol.ClaimAnswered(token, None))
                 case protocol.AnswerClaim(to, token, granted):
                     if granted:
-                        self._emit(events.Grant, client, _name(token), int(to.peer))
+                        self._emit(events.Grant, client, ticket_of(token), int(to.peer))
                     self._post(to, protocol.ClaimAnswered(token, granted))
                 case protocol.Exchange(token, snapshot, timeout):
                     self._exchange(client, token, snapshot)
@@ -323,10 +286,10 @@ class PeerSimulator(Engine):
                     self._train(client, steps)
                 case protocol.Fused(fusion, weight, before, fused):
                     if self.strategy.score_fusions:
-                        self._score_fusion(client, before, fused)
-                    self._emit(events.Fuse, client, *_about(fusion), weight)
+                        self.each.score_fusion(client, before, fused)
+                    self._emit(events.Fuse, client, *about(fusion), weight)
                 case protocol.Discarded(fusion):
-                    self._emit(events.Discard, client, *_about(fusion))
+                    self._emit(events.Discard, client, *about(fusion))
                 case protocol.Paired():  # `Fused` or `Discarded` will tell
                     pass
 
@@ -338,7 +301,7 @@ class PeerSimulator(Engine):
         event: protocol.Event,
     ) -> None:
         self.messages["announce"] += 1
-        self._emit(kind, client, _name(token))
+        self._emit(kind, client, ticket_of(token))
         for other, node in self.nodes.items():
             if other != client:
                 self._post(node.identity, event)
@@ -358,7 +321,7 @@ class PeerSimulator(Engine):
 
     def _send(self, client: int, token: Token, snapshot: Snapshot) -> None:
         self._count("exchange", snapshot.params.nbytes)
-        self._emit(events.Exchange, client, _name(token), snapshot.progress)
+        self._emit(events.Exchange, client, ticket_of(token), snapshot.progress)
 
     def _post(
         self, to: Identity, event: protocol.Event, *, after: float = 0.0, priority: int = DELIVER
@@ -385,10 +348,7 @@ class PeerSimulator(Engine):
                 for client, learner in enumerate(self.learners)
                 if client not in self.nodes
             },
-            "posts": {
-                str(number): {"to": spell(post.to), "event": spell(post.event)}
-                for number, post in self.posts.items()
-            },
+            "posts": {str(number): post.state_dict() for number, post in self.posts.items()},
             "training": {
                 str(client): [each.ticket, each.end, each.steps]
                 for client, each in self.training.items()
@@ -398,8 +358,6 @@ class PeerSimulator(Engine):
             "answers": self.answers,
             "local_rounds": self.local_rounds,
             "pairings": self.pairings,
-            "each": self.each,
-            "effects": self.effects,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -418,10 +376,7 @@ class PeerSimulator(Engine):
         for client, saved in state["away"].items():
             self.learners[int(client)].load_state_dict(saved)
         self.strategy.models = [learner.params for learner in self.learners]
-        self.posts = {
-            int(number): Post(read(post["to"]), read(post["event"]))
-            for number, post in state["posts"].items()
-        }
+        self.posts = {int(number): Post.from_state(post) for number, post in state["posts"].items()}
         self.training = {
             int(client): Round(ticket, end, self.learners[int(client)].job(steps))
             for client, (ticket, end, steps) in state["training"].items()
@@ -429,19 +384,13 @@ class PeerSimulator(Engine):
         self.lost = set(state["lost"])
         self.answers, self.pairings = state["answers"], state["pairings"]
         self.local_rounds = state["local_rounds"]
-        self.each, self.effects = state["each"], state["effects"]
 
     # -- looking at it -------------------------------------------------------------------------
 
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
-        scores = self._score(clients, self.strategy.models)
-        for client, score in zip(clients, scores, strict=True):
-            iteration = self.learners[client].iteration
-            row = {"time": self.time, "peer": client, "iteration": iteration}
-            self.each.append(row | {self.metric.name: self.metric.value(score.sums)})
-        return scores
+        return self.score(clients, self.strategy.models)
 
-    def _score(self, clients: Sequence[int], models: Sequence[Tensor]) -> list[Score]:
+    def score(self, clients: Sequence[int], models: Sequence[Tensor]) -> list[Score]:
         """The models of these clients, on their own test samples or on those of all."""
         pairs = zip(clients, models, strict=True)
         found = self.backend.evaluate(self._exam_of(client, model) for client, model in pairs)
@@ -455,33 +404,3 @@ class PeerSimulator(Engine):
 
     def personal(self, client: int) -> Tensor:
         return self.learners[client].memory[PERSONAL]
-
-    def _score_fusion(self, client: int, before: Tensor, after: Tensor) -> None:
-        old, new = self._score([client, client], [before, after])
-        self.effects[client].append(self.metric.value(new.sums) - self.metric.value(old.sums))
-
-    def peers(self) -> list[dict[str, Any]]:
-        """Each peer as it stands: its speed, how far it has come, how good it is, and the mean
-        effect that a fusion has had on its metric (after minus before)."""
-        last = self.each[-self.federation.clients :]
-        return [
-            {
-                "peer": client,
-                "factor": self.factors[client],
-                "iterations": learner.iteration,
-                self.metric.name: last[client][self.metric.name],
-                "fusion_effect": sum(effects) / len(effects) if effects else None,
-            }
-            for client, (learner, effects) in enumerate(
-                zip(self.learners, self.effects, strict=True)
-            )
-        ]
-
-
-def _name(token: Token) -> str:
-    return f"{token.peer}.{token.incarnation}.{token.ticket}"
-
-
-def _about(fusion: Fusion) -> tuple[str, int]:
-    """Its ticket and its partner."""
-    return _name(fusion.token), int(fusion.partner.peer)
