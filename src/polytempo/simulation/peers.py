@@ -23,7 +23,6 @@ Theory of operation
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
@@ -141,7 +140,7 @@ class PeerSimulator(Engine):
                 self._join(client)
 
     def _step(self) -> None:
-        time, priority, counter, client, index, _ = heapq.heappop(self.queue)
+        time, priority, counter, client, index, _ = self._pop()
         if priority == CHANGE:
             self.time = time
             self._change(index)
