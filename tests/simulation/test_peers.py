@@ -203,6 +203,8 @@ def test_who_leaves_is_forgotten_and_who_comes_back_goes_on(small, tmp_path):
     simulator.run(10_000)
     assert all(learner.iteration == 60 for learner in simulator.learners)
     assert simulator.incarnations == [1, 1, 1, 2, 1, 1, 1, 1]
+    assert [event["client"] for event in of_kind(log, "return")] == [3]
+    assert [event["client"] for event in of_kind(log, "join")] == [5]  # for the first time
     away = [e for e in log if e.get("client") == 3 and 0.1 < e["time"] < 0.4]
     assert [event["event"] for event in away] == []
     assert min(e["time"] for e in of_kind(log, "train") if e["client"] == 5) > 0.3

@@ -186,7 +186,8 @@ class PeerSimulator(Engine):
         client = change.client
         if change.available:
             if client not in self.nodes:
-                self._emit(events.Return, client)
+                new = self.incarnations[client] == 0
+                self._emit(events.Join if new else events.Return, client)
                 self._join(client)
             return
         self.lost |= {client} if change.for_good else set()
