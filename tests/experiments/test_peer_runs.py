@@ -28,6 +28,7 @@ def test_a_run_of_peers_leaves_a_folder_as_any_other(polytempo, tmp_path, monkey
     found = json.loads((place / "result.json").read_text())
     assert "models exchanged" in outcome.out and "24 local rounds" in outcome.out
     assert "staleness" not in outcome.out + (place / "report.html").read_text()
+    assert found["staleness_mean"] is None and found["staleness"] == {}
     assert (found["strategy"], found["arrivals"], found["complete"]) == ("p2p", 24, True)
     assert found["accuracy_adapted"] > 0
     sent = found["messages"]
