@@ -156,6 +156,8 @@ def test_people_are_told_what_matters():
     late = in_words({**said, "event": "discarded"})
     assert late == "iteration 7: a model from bob came too late to use"
     assert in_words({**said, "event": "phase", "phase": "Idle"}) is None
+    stuck = in_words({**said, "event": "stuck", "threads": ["node", "sender 1"]})
+    assert stuck == "leaves without waiting any longer for its threads: node, sender 1"
     board = Board()
     board.note({**said, "event": "started", "target": 9})
     board.note(said)

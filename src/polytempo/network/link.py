@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,8 @@ _CLAIM, _EXCHANGE = "claim", "exchange"
 _YES, _NO = b"yes", b"no"
 _BESIDES = 2**20  # bytes: far more than a message has in addition to the model
 _POLL = 0.02  # seconds between two looks at something that another thread brings about
+_SENDERS = 4
+END_SECONDS = 20.0  # for threads to end when the peer leaves; then it leaves without them
 
 
 class Link:
@@ -49,7 +51,13 @@ class Link:
         self.failure: Exception | None = None  # what ended this link
         self._phase = type(node.phase).__name__
         self._steps = 0  # of the local round that the node has asked for
-        self._thread = threading.Thread(target=self._serve, name="polytempo node")
+        self._letters: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # to be sent
+        # Daemons: one that hangs does not keep the process alive.
+        self._thread = threading.Thread(target=self._serve, name="polytempo node", daemon=True)
+        self._senders = [
+            threading.Thread(target=self._send_letters, name=f"polytempo sender {n}", daemon=True)
+            for n in range(_SENDERS)
+        ]
 
     # -- for the training loop ------------------------------------------------------------------
 
@@ -58,13 +66,13 @@ class Link:
 
         self._zenoh = zenoh
         self._session = open_session(self.address, self.wire.most_payload + _BESIDES)
-        self._post_office = ThreadPoolExecutor(4, "polytempo sender")
         try:
             self._declare()
         except BaseException:
             self._session.close()  # type: ignore[no-untyped-call]
             raise
-        self._thread.start()
+        for thread in (self._thread, *self._senders):
+            thread.start()
         return self
 
     def _declare(self) -> None:
@@ -84,15 +92,31 @@ class Link:
         self._declared.append(presence.declare_token(key("peer", *me)))
 
     def __exit__(self, *_: object) -> None:
-        """Undeclare, close and join: Python aborts if a thread of Zenoh's outlives it."""
+        """Undeclare, close and join: Python aborts if a thread of Zenoh's outlives it. Threads that
+        do not end in time are recorded; what the peer has learnt is not lost with them."""
         self._jobs.put(None)
-        self._thread.join()
-        self._post_office.shutdown()
+        stuck = _join([self._thread], END_SECONDS)
+        for _each in self._senders:  # after all that the node's thread wanted to send
+            self._letters.put(None)
+        # Whoever waits for a model gives up after the time-out of an exchange.
+        stuck += _join(self._senders, END_SECONDS + self.node.pairing.exchange_timeout)
         for declared in (*self._standing.values(), *reversed(self._declared)):
             declared.undeclare()
         self._session.close()  # type: ignore[no-untyped-call]
-        for _each in range(self._callbacks):
-            self._ended.get().join()
+        stuck += self._join_callbacks()
+        if stuck:
+            self.record("stuck", threads=stuck)
+
+    def _join_callbacks(self) -> list[str]:
+        """Zenoh's threads say that they end, and which they are."""
+        end = time.monotonic() + END_SECONDS
+        ending: list[threading.Thread] = []
+        for silent in range(self._callbacks, 0, -1):
+            try:
+                ending.append(self._ended.get(timeout=max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                return [*_join(ending, END_SECONDS), f"{silent} of Zenoh's"]
+        return _join(ending, END_SECONDS)
 
     def tell(self, event: protocol.Event) -> int:
         """Something happens to the training loop. Returns how many steps to train now; 0: the peer
@@ -358,15 +382,15 @@ class Link:
         )
 
     def _send(self, send: Callable[..., None], *what: Any) -> None:
-        """On a thread of the post office."""
+        """On the next thread that is free to send."""
+        self._letters.put(partial(send, *what))
 
-        def attempt() -> None:
+    def _send_letters(self) -> None:
+        while (letter := self._letters.get()) is not None:
             try:
-                send(*what)
+                letter()
             except Exception as error:  # the training loop raises it at the next round's end
                 self.failure = error
-
-        self._post_office.submit(attempt)
 
     def _manner(self, kind: str) -> dict[str, Any]:
         """A claim overtakes the models on the line; neither is ever dropped. A reply travels in
@@ -377,3 +401,11 @@ class Link:
             "priority": priority.INTERACTIVE_HIGH if kind == _CLAIM else priority.DATA_LOW,
             "express": kind == _CLAIM,
         }
+
+
+def _join(threads: Sequence[threading.Thread], seconds: float) -> list[str]:
+    """Wait for these threads, so long in all; returns the names of those that still run."""
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread.name for thread in threads if thread.is_alive()]
