@@ -11,7 +11,9 @@ from polytempo.cli import app
 from polytempo.cli.board import Board, in_words
 from polytempo.cli.peers import is_local
 from polytempo.core.errors import PolytempoError
+from polytempo.experiments.config import make_config
 from polytempo.experiments.peer import client_of
+from polytempo.experiments.peer_group import Group
 
 TINY = ("--data", "synthetic:groups=2,features=8", "--clients", 2, "--model", "linear")
 
@@ -143,6 +145,19 @@ def test_a_group_takes_over_no_peer_of_another(tmp_path):
     (tmp_path / "peer-1" / "incarnation.json").write_text("{}")
     said = error("peers", "--out", tmp_path, "--local", 2)
     assert "peer-1 already holds a peer (incarnation.json)" in said and "--out" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["peer-1"]
+
+
+def test_two_groups_do_not_write_to_one_folder(tmp_path):
+    config = make_config({"clients": 2, "strategy": "p2p", "seed": 7})
+    with Group(config, tmp_path / "two"):
+        before = (tmp_path / "two" / "config.toml").read_text()
+        said = error("peers", "--out", tmp_path / "two", "--local", 3)
+        assert "two is being written by another run" in said and "--out" in said
+        assert (tmp_path / "two" / "config.toml").read_text() == before
+        assert not [*(tmp_path / "two").glob("peer-*")]
+    with Group(config, tmp_path / "two"):  # it was let go of
+        pass
 
 
 def test_only_loopback_addresses_are_safe_without_certificates():
