@@ -63,6 +63,38 @@ def test_one_peer_alone_reaches_its_target_and_goes_on_for_more(tmp_path):
     assert json.loads((tmp_path / "p" / "result.json").read_text())["iterations"] == 30
 
 
+def test_a_peer_is_resumed_in_the_same_run_with_the_same_strategy(tmp_path):
+    """For the same target or a higher one; what it is evaluated for may change at any time."""
+    assert polytempo(*peer(tmp_path, "--strategy", "p2p:target=20")).exit_code == 0
+    for options, was, now in (
+        (("--strategy", "p2p:target=20,local_steps=4"), "p2p:local_steps=5", "p2p:local_steps=4"),
+        (("--strategy", "p2p:target=20,gamma=0.5"), "p2p:gamma=0.1", "p2p:gamma=0.5"),
+        (("--strategy", "p2p:target=20", "--run", "other"), "run=polytempo", "run=other"),
+    ):
+        assert f"trained with {was}, not with {now}; give" in error(*peer(tmp_path, *options))
+    other = error(*peer(tmp_path, "--strategy", "p2p:target=20,decision=always"))
+    assert "p2p:decision={'name': 'uniform'" in other and "'always'" in other
+    for shorter in (("--strategy", "p2p:target=10"), ("--rounds", 4)):
+        assert "on its way to 20 iterations, more than 10" in error(*peer(tmp_path, *shorter))
+    again = polytempo(*peer(tmp_path, "--rounds", 8, "--eval-every", 1, "--messages", 50))
+    assert again.exit_code == 0, again.output  # 8 rounds of 2 peers are 20 iterations each
+
+
+def test_what_a_run_of_peers_refuses_is_refused_on_a_network_too(tmp_path):
+    """A file may hold any setting, not only those that the command has options for."""
+    for line in ("epochs = 3", "refill = 'idle'", "diagnose = 5", "bank = 'half'", "until = 9.0"):
+        (tmp_path / "given.toml").write_text(f"{line}\n")
+        given = ("--config", tmp_path / "given.toml")
+        for command in (peer(tmp_path, *given), ("peers", "--out", tmp_path / "g", *given)):
+            said = error(*command)
+            assert said.startswith(line) and "omit" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given.toml"]  # nothing has begun
+
+
+def test_a_peer_trains_on_the_device_that_it_is_given(tmp_path):
+    assert "device 'abacus' cannot be used here" in error(*peer(tmp_path, "--device", "abacus"))
+
+
 def test_a_peer_is_judged_by_the_metric_of_its_problem(tmp_path):
     data = ("--data", "diabetes", "--strategy", "p2p:target=20")
     outcome = polytempo(*peer(tmp_path, *data))

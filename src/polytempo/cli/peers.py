@@ -19,7 +19,8 @@ from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, make_config, read_config
-from polytempo.experiments.peer import EXCHANGE_SECONDS, PEER_SETTINGS, SAVE_ROUNDS, run_peer
+from polytempo.experiments.peer import EXCHANGE_SECONDS, SAVE_ROUNDS, run_peer
+from polytempo.experiments.peer_settings import PEER_SETTINGS
 from polytempo.experiments.run import interruptible
 from polytempo.network.session import Address, Certificates, require_network
 

@@ -18,6 +18,7 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.peer_settings import networked
 from polytempo.experiments.result import can_plot, write_table
 from polytempo.experiments.run import holds_run
 from polytempo.files import Claim, replace_text
@@ -48,6 +49,7 @@ class Group:
         watch: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
         assert config.clients is not None
+        networked(config)  # better said once, here, than by every peer
         self.names = [f"peer-{number}" for number in range(config.clients)]
         self.out, self.watch, self.options = out, watch, options
         self.certificates = out / "certificates" if tls else None
