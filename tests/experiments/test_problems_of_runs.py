@@ -16,10 +16,11 @@ from polytempo.experiments.compare import Comparison
 from polytempo.experiments.result import read_result
 from polytempo.simulation.metrics import MODELS
 
-TINY = (
-    *("--clients", "4", "--rounds", "8", "--eval-every", "2", "--epochs", "1"),
+SHORT = (
+    *("--clients", "4", "--rounds", "8", "--eval-every", "2"),
     *("--adapt-epochs", "1", "--backend", "serial"),
 )
+TINY = (*SHORT, "--epochs", "1")
 # Data, metric, label of the axis, and the direction.
 CASES = {
     "regression": ("diabetes", "mse", "mean squared error (lower is better)", "lower"),
@@ -104,7 +105,7 @@ def test_time_to_a_low_error_is_the_first_time_below_it(regression):
 def test_names_that_a_metric_must_not_have_are_those_that_results_use():
     fed = pt.Federation.load("digits", clients=4, limit=80, seed=0)
     for strategy in ("fedavg", "p2p"):
-        found = pt.simulate(fed, strategy=strategy, rounds=4, epochs=1, adapt_epochs=0)
+        found = pt.simulate(fed, strategy=strategy, rounds=4, adapt_epochs=0)
         used = {*found.summary, *found.history[-1], *(found.peers or [{}])[0]}
         used |= {name for name in dir(found) if not name.startswith("_")}
         own = {name for name in used if name.split("_")[0] in ("accuracy", "top5", "loss")}
@@ -177,7 +178,7 @@ def test_results_of_different_metrics_are_not_put_into_one_table(compared, regre
 
 
 def test_peers_are_judged_by_the_metric_too(polytempo, plots, tmp_path):
-    arguments = ("--data", "diabetes", "--strategy", "p2p:target=20", *TINY, "--out", tmp_path)
+    arguments = ("--data", "diabetes", "--strategy", "p2p:target=20", *SHORT, "--out", tmp_path)
     outcome = polytempo("run", *arguments)
     assert outcome.code == 0, outcome.err
     with (tmp_path / "peers.csv").open(newline="") as file:

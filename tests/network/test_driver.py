@@ -15,7 +15,8 @@ from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
-from polytempo.nodes import DECISIONS, FUSIONS, Stop
+from polytempo.nodes import DECISIONS, FUSIONS
+from polytempo.nodes.protocol import Stop
 from polytempo.training import AutogradSolver, Learner
 
 

@@ -16,6 +16,7 @@ from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.data import Federation
 from polytempo.experiments.config import RunConfig, difference, make_config, read_config
+from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
     CLUSTERS,
     RunResult,
@@ -155,6 +156,7 @@ def settle(
 ) -> RunResult:
     """The result of a run, without its models: read from the folder, resumed there, or run from
     the start. A folder with other settings is refused."""
+    config = of_comparison(config)
     federation = load(config)
     if holds_run(place):
         result = _continue(place, config, federation, observer)

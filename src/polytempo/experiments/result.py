@@ -138,7 +138,7 @@ def summarise(
     history, metric = simulator.history, simulator.metric
     targets = TARGETS if metric.share and metric.better == "higher" else ()
     sent = simulator.messages
-    arrivals = max(1, simulator.round)
+    stale = simulator.staleness
     return RunResult(
         {
             "strategy": strategy["name"],
@@ -158,8 +158,10 @@ def summarise(
                 **sent,
                 **{f"{kind}_bytes": size for kind, size in simulator.bytes.items()},
             },
-            "staleness_mean": sum(k * v for k, v in simulator.staleness.items()) / arrivals,
-            "staleness": {str(k): v for k, v in sorted(simulator.staleness.items())},
+            "staleness_mean": sum(k * v for k, v in stale.items()) / stale.total()
+            if stale
+            else None,  # peers fold no updates
+            "staleness": {str(k): v for k, v in sorted(stale.items())},
             "parameters": simulator.layout.size,
             "wall_seconds": dict(simulator.wall),
             "backend": simulator.backend.name,

@@ -15,7 +15,6 @@ from torch import nn
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.events import to_json
-from polytempo.core.schedule import Constant
 from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import (
@@ -28,6 +27,7 @@ from polytempo.experiments.config import (
     read_config,
     write_config,
 )
+from polytempo.experiments.peer_settings import refuse_server_settings
 from polytempo.experiments.result import RunResult, summarise, write_result
 from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build
@@ -289,14 +289,7 @@ def _with_server(
 def _among_peers(
     config: RunConfig, federation: Federation, module: nn.Module, strategy: Strategy, world: World
 ) -> Engine:
-    if config.diagnose or config.refill not in (None, strategy.refill):
-        name = "diagnose" if config.diagnose else "refill"
-        raise PolytempoError(f"{name} is about a server's steps, but p2p has no server: omit it")
-    if config.make("lr_schedule") != Constant():
-        raise PolytempoError(
-            "lr_schedule counts a server's updates, but p2p has no server: set "
-            "p2p:milestones=[0.5,0.75],gamma=0.1 instead"
-        )
+    refuse_server_settings(config, strategy)
     peers = cast(P2P, strategy)  # whose engine this is
     return PeerSimulator(
         federation, module, peers, rounds=config.rounds, check=config.check, **world

@@ -385,6 +385,13 @@ class Engine:
         heapq.heappush(self.queue, (time, priority, self.counter, client, flight, number))
         return self.counter
 
+    def _pop(self) -> tuple[float, int, int, int, int, int]:
+        """The next item of the queue, of which the extensions are told."""
+        item = heapq.heappop(self.queue)
+        for extension in self.extensions.values():
+            extension.popped(item[:3])
+        return item
+
     def _emit(
         self,
         kind: Callable[Concatenate[int, float, int, int, P], events.Event],

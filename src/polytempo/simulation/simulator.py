@@ -27,7 +27,6 @@ Theory of operation
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -130,9 +129,7 @@ class Simulator(Engine):
             self._announce(flight)
 
     def _step(self) -> None:
-        time, priority, counter, client, index, number = heapq.heappop(self.queue)
-        for extension in self.extensions.values():
-            extension.popped((time, priority, counter))
+        time, priority, counter, client, index, number = self._pop()
         flight = self.flights.get(client)
         if priority == ARRIVE and (flight is None or flight.ticket != counter):
             return  # the client has left, or an urgent request has moved its arrival
