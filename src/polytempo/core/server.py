@@ -22,8 +22,8 @@ Theory of operation
 5. An update is checked in full before anything changes, against what its own dispatch asked for.
    What is refused leaves no trace.
 6. A message costs the same however many clients exist or are in training. `open` is kept in
-   the order of the last dispatch, so that it is ordered by staleness without being sorted; idle
-   clients are a set of their own.
+   the order of the last dispatch, so that it is ordered by staleness without being sorted; and one
+   of the idle clients is drawn without listing them (`core/idle.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polytempo.core.errors import PolytempoError, Refused
+from polytempo.core.idle import IdleClients
 from polytempo.core.messages import (
     Action,
     Dispatch,
@@ -50,7 +51,7 @@ from polytempo.core.schedule import Constant, Schedule
 from polytempo.core.strategy import Context, Refill, State, Strategy
 from polytempo.core.task import TASKS, Task
 
-MANY = 1_000  # clients: among more, it would take long to list those that are idle
+MANY = 1_000  # clients: among more, trying a few is quicker than finding a rank
 
 
 class Open(NamedTuple):
@@ -92,7 +93,7 @@ class Server:
         self.version = 0
         self.members: set[int] = set()
         self.known: set[int] = set()  # who is, or has been, a member
-        self.idle: set[int] = set()  # members that are not in training
+        self.idle = IdleClients(context.clients)  # members that are not in training
         # By client; who was sent something last comes last. (A plain dict is slow at its beginning
         # once many entries there are gone.)
         self.open: OrderedDict[int, list[Open]] = OrderedDict()
@@ -112,7 +113,9 @@ class Server:
         new = sorted(joining - self.known) if self.round and self.refill != "cohort" else []
         self.members |= joining
         self.known |= joining
-        self.idle |= joining - self.open.keys()
+        for client in joining:
+            if client not in self.open:
+                self.idle.add(client)
         return [*(self._send(client, self.strategy.model_for) for client in new), *self._fill()]
 
     def leave(self, client: int) -> list[Action]:
@@ -187,9 +190,8 @@ class Server:
             for client in stream.integers(self.context.clients, size=32).tolist():
                 if client in self.idle:
                     return [self._send(client, self.strategy.model_for)]
-        idle = sorted(self.idle)  # few, or many are to be started
-        chosen = stream.choice(idle, size=min(free, len(idle)), replace=False)
-        return [self._send(int(client), self.strategy.model_for) for client in chosen]
+        ranks = stream.choice(len(self.idle), size=min(free, len(self.idle)), replace=False)
+        return [self._send(client, self.strategy.model_for) for client in self.idle.at(ranks)]
 
     def _send(
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False
@@ -282,7 +284,9 @@ class Server:
             (client, [Open(n, r, v, TASKS.create(task)) for n, r, v, task in all_sent])
             for client, all_sent in state["open"]
         )
-        self.idle = self.members - self.open.keys()
+        self.idle = IdleClients(self.context.clients)
+        for client in self.members - self.open.keys():
+            self.idle.add(client)
         self.dispatches = state["dispatches"]
         self.strategy.load_state_dict(state["strategy"])
 
