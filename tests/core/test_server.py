@@ -187,10 +187,10 @@ def test_a_strategy_is_told_of_every_dispatch_and_of_who_trains_before_the_refil
     told.clear()
     server.strategy.pushes = {1}
     server.receive(answer(sent[0]))
-    waiting = [client for client in sent if client]  # as they were sent their models
+    assert list(sent) != sorted(sent)
     assert told == [
         ("fold", 0),
-        ("training", waiting),
+        ("training", [1, 2]),  # those of equal staleness by their ids, however they were sent
         ("dispatched", 1, 3, True),
         ("dispatched", 0, 4, False),
     ]
@@ -895,6 +895,16 @@ class Whatever(RuleBasedStateMachine):
         assert (self.server.round, self.server.version) == (self.round, self.version)
         assert len(self.server.strategy.cohorts) == self.closes
         assert self.server.members == self.present
+
+    @invariant()
+    def those_in_training_are_in_order(self):
+        if not hasattr(self, "server"):
+            return
+        found = [(-f.staleness.rounds, f.client) for f in self.server.in_flight()]
+        since = {client: self.sent[numbers[-1]][1] for client, numbers in self.training.items()}
+        assert sorted(found) == sorted((at - self.round, client) for client, at in since.items())
+        settled = [(stale, client) for stale, client in found if stale]
+        assert settled == sorted(settled) == found[: len(settled)]
 
     @invariant()
     def slots_are_not_wasted(self):

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -94,8 +95,8 @@ class Server:
         self.members: set[int] = set()
         self.known: set[int] = set()  # who is, or has been, a member
         self.idle = IdleClients(context.clients)  # members that are not in training
-        # By client; who was sent something last comes last. (A plain dict is slow at its beginning
-        # once many entries there are gone.)
+        # By client; who was sent something last comes last, in earlier rounds by id. (A plain dict
+        # is slow at its beginning once many entries there are gone.)
         self.open: OrderedDict[int, list[Open]] = OrderedDict()
         self.dispatches = 0  # sent so far
         strategy.setup(context)
@@ -141,6 +142,7 @@ class Server:
         sent = self._check(update)
         update = replace(update, asked=sent.task)
         self.version += self.strategy.fold(update, self._age(sent))
+        self._sort_latest()
         self.round += 1
         return self._close(update.client, self.strategy.reply_to)
 
@@ -156,6 +158,13 @@ class Server:
     def in_flight(self) -> InFlights:
         """The clients in training, most stale first, by what they were last sent."""
         return _InFlights(self)
+
+    def _sort_latest(self) -> None:
+        """The round is over: put the clients that were sent something in it, the last of `open`, in
+        the order of their ids. So all of `open` is in order, and each dispatch was sorted once."""
+        latest = takewhile(lambda c: self.open[c][-1].round == self.round, reversed(self.open))
+        for client in sorted(latest):
+            self.open.move_to_end(client)
 
     def _close(self, client: int, model: Callable[[int], torch.Tensor]) -> list[Action]:
         """The client's training is over; `model` says what it is sent if it is answered at once."""
