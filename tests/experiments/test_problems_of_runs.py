@@ -175,6 +175,14 @@ def test_a_comparison_is_about_the_metric(compared):
     assert "Mean squared error against simulated time" in text and "lower is better" in text
 
 
+def test_a_table_says_that_a_figure_is_infinite(polytempo, plotless, tmp_path):
+    data = ("--data", "synthetic-text:samples=12,tokens=4", *TINY, "--lr", "1e5")
+    assert polytempo("compare", "fedavg", *data, "--out", tmp_path).code == 0
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        [row] = csv.DictReader(file)
+    assert (row["handed"], row["worst 10%"]) == ("inf", "inf")
+
+
 @pytest.mark.parametrize("target", ["80", "0.001", "pace"])
 def test_a_target_need_not_be_a_share(target, compared, polytempo):
     assert polytempo(*compared[1], "--target", target).code == 0
