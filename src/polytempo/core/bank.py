@@ -88,7 +88,8 @@ class ModelBank:
         self.storage = storage
         self._slots = np.zeros(clients, dtype=np.int64)  # of each client: the number of its row
         self._distinct = 1  # rows: never more than clients, for each is somebody's
-        self._room_squares = np.zeros(clients)  # with room for rows to come, so that a new one copies nothing
+        # with room for rows to come, so that a new one copies nothing
+        self._room_squares = np.zeros(clients)
         self._room_revisions = np.zeros(clients, dtype=np.int64)
         self._room_owners = np.zeros(clients, dtype=np.int64)
         self._owners[0] = clients

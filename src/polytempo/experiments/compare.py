@@ -83,10 +83,10 @@ class Comparison:
         return [
             {
                 "strategy": label,
-                "handed": spread([r.summary[metric.name] for r in found], metric),
+                "handed": spread([r.value for r in found], metric),
                 "best": spread([self._best(r) for r in found], metric),
                 "adapted": spread([r.adapted for r in found], metric, none="-"),
-                "worst 10%": spread([r.summary[worst] for r in found], metric),
+                "worst 10%": spread([r.history[-1][worst] for r in found], metric),
                 "seconds": spread([r.summary["simulated_time"] for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
                 **of_clusters(found, clustered),
