@@ -53,7 +53,7 @@ def test_the_strategy_of_the_readme_runs_from_the_command_line(tmp_path, monkeyp
         main()
     assert not ended.value.code
     assert "mine:Mine:mixing=0.3" in capsys.readouterr().out
-    assert (tmp_path / "runs/compare/report.html").exists()
+    assert (tmp_path / "runs/own/report.html").exists()
 
 
 def test_what_the_readme_points_to_is_there():
