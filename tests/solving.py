@@ -1,7 +1,8 @@
-"""What comes of jobs, for tests that look at the uploads alone."""
+"""What comes of jobs, for tests that look at the uploads alone; and a device that is not here."""
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from polytempo.training import Job, Solver
@@ -14,3 +15,17 @@ def upload_of(solver: Solver, job: Job) -> Tensor:
 def uploads_of(solver: Solver, jobs: Sequence[Job]) -> list[Tensor]:
     """Of jobs that are done together."""
     return [outcome.upload for outcome in solver.carry_out(jobs)]
+
+
+class WithoutDoubles(Tensor):
+    """Numbers on a device that has no float64, as Apple's mps; `cpu` brings them to one that has.
+    What is computed of them is there too."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        found = super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.cpu:
+            return found.as_subclass(Tensor)
+        if isinstance(found, cls) and found.dtype == torch.float64:
+            raise TypeError("this device has no float64")
+        return found

@@ -14,7 +14,7 @@ ALLOWED = {
     "training": {"core", "data"},
     "nodes": {"core"},
     "strategies": {"core", "nodes"},
-    "simulation": {"core", "data", "models", "training", "strategies", "nodes"},
+    "simulation": {"core", "data", "models", "training", "strategies", "nodes", "storage"},
     "report": {"core", "files"},
     "experiments": {
         *("core", "data", "models", "training", "strategies", "simulation", "report", "storage"),

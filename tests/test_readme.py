@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from polytempo.cli import main
+from polytempo.strategies import STRATEGIES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -40,6 +41,10 @@ def test_the_strategy_of_the_readme_runs_from_the_command_line(tmp_path, monkeyp
     (tmp_path / "mine.py").write_text(PYTHON[1].replace("# mine.py\n", ""))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    # The example is imported and registers itself: both are undone when the test ends.
+    monkeypatch.setattr(STRATEGIES, "_known", {**STRATEGIES._known})
+    monkeypatch.setitem(sys.modules, "mine", None)
+    del sys.modules["mine"]
     [command] = re.findall(r"PYTHONPATH=\. polytempo (.*)", README)
     small = ["--clients", "6", "--limit", "120", "--rounds", "12", "--adapt-epochs", "1"]
     monkeypatch.setattr("polytempo.cli.console.output", Console(width=200))
@@ -48,7 +53,7 @@ def test_the_strategy_of_the_readme_runs_from_the_command_line(tmp_path, monkeyp
         main()
     assert not ended.value.code
     assert "mine:Mine:mixing=0.3" in capsys.readouterr().out
-    assert (tmp_path / "runs/compare/report.html").exists()
+    assert (tmp_path / "runs/own/report.html").exists()
 
 
 def test_what_the_readme_points_to_is_there():

@@ -31,12 +31,10 @@ _ARRAY = "$array"  # {"$array": [kind, name in the file]} marks where an array s
 
 def save_state(path: str | os.PathLike[str], state: State) -> None:
     """Write `state` to `path`; a crash leaves either the old file or the new one."""
-    arrays: dict[str, Tensor] = {}
-    skeleton = _split(state, "state", arrays)
-    metadata = {"state": json.dumps(skeleton)}
+    text, arrays = _taken_apart(state)
     with replacing(path) as partial:
         try:
-            save_file(arrays, str(partial), metadata=metadata)
+            save_file(arrays, str(partial), metadata={"state": text})
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
@@ -56,6 +54,13 @@ def load_state(path: str | os.PathLike[str]) -> State:
             f"{path} is not a Polytempo checkpoint ({error}); delete it and start a new run"
         ) from error
     return state
+
+
+def restored(state: State) -> State:
+    """What `load_state` would return had `state` been saved, without the file."""
+    text, arrays = _taken_apart(state)
+    found: State = _join(json.loads(text), arrays)
+    return found
 
 
 def mapped(folder: str | os.PathLike[str] | None = None) -> Allocator:
@@ -81,6 +86,12 @@ def mapped(folder: str | os.PathLike[str] | None = None) -> Allocator:
     return allocate
 
 
+def _taken_apart(state: State) -> tuple[str, dict[str, Tensor]]:
+    """What a file holds: JSON, and copies of the arrays by name."""
+    arrays: dict[str, Tensor] = {}
+    return json.dumps(_split(state, "state", arrays)), arrays
+
+
 def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
     """The JSON part of a node; its arrays go to `arrays`, named by number and place."""
     if isinstance(node, Tensor | np.ndarray):
@@ -88,16 +99,32 @@ def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
         if isinstance(node, Tensor):
             arrays[name] = node.detach().clone(memory_format=torch.contiguous_format)
             return {_ARRAY: ["tensor", name]}
-        arrays[name] = torch.from_numpy(np.array(node, order="C"))
+        try:
+            arrays[name] = torch.from_numpy(np.array(node, order="C"))
+        except TypeError as error:
+            raise _unsaved(where, f"is an array of {node.dtype}") from error
         return {_ARRAY: ["numpy", name]}
     if isinstance(node, dict):
         for key in node:
-            if not isinstance(key, str) or key == _ARRAY:
-                raise TypeError(f"{where} has keys that are not strings, or reserved: {key!r}")
+            if not isinstance(key, str):
+                raise _unsaved(where, f"has the key {key!r}, which is not a string")
+            if key == _ARRAY:
+                raise _unsaved(where, f"has the key {key!r}, which is reserved")
         return {key: _split(value, f"{where}/{key}", arrays) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_split(value, f"{where}/{i}", arrays) for i, value in enumerate(node)]
-    return node.item() if isinstance(node, np.generic) else node
+    if isinstance(node, np.generic):
+        node = node.item()
+    if node is None or isinstance(node, str | int | float):
+        return node
+    raise _unsaved(where, f"is of type {type(node).__name__}")
+
+
+def _unsaved(where: str, why: str) -> PolytempoError:
+    return PolytempoError(
+        f"{where} cannot be saved: it {why}; keep it as a tensor, a numpy array of numbers or JSON "
+        "(None, numbers, strings, lists, dictionaries with string keys): a set as a sorted list"
+    )
 
 
 def _join(node: Any, arrays: dict[str, Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -404,6 +405,39 @@ def test_many_clients_take_the_memory_of_the_few_that_differ():
     assert distinct(made) == 4
     [(rows, stride)] = shapes  # one block, in which rows begin at multiples of 64 bytes
     assert rows * stride * 4 <= 2**26 and size <= stride < size + 16 and stride % 16 == 0
+
+
+def test_setting_a_row_touches_nothing_of_the_size_of_the_federation():
+    """Neither everybody's number of a row, nor what is known of every row."""
+    made, size = ModelBank(200_000, torch.zeros(3)), 3
+    for client in range(20_000):
+        made.set(client, torch.full((size,), 1.0))
+    tracemalloc.start()
+    try:
+        for client in (7, 20_000, 199_999):  # with a row of its own, and without
+            made.set(client, torch.full((size,), 2.0))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert distinct(made) == 20_003
+    assert peak < 20_000  # bytes: one byte per row would be more
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_the_last_of_those_who_shared_a_row_keeps_it(restored):
+    made, one = bank("zero"), torch.ones(SIZE, dtype=torch.float64)
+    made.mix(one, np.array([0.5, 0.5, 0.5, 0.2, 0.2]))
+    if restored:
+        state, made = made.state_dict(), bank("zero")
+        made.load_state_dict(state)
+    for client in (0, 1, 2):
+        made.set(client, (client + 2) * one)
+    assert distinct(made) == 4
+    made.set(3, 5 * one)
+    assert distinct(made) == 5
+    made.set(4, 6 * one)
+    assert distinct(made) == CLIENTS
+    assert [float(made.row(client)[0]) for client in range(CLIENTS)] == [2, 3, 4, 5, 6]
 
 
 def test_blocks_come_when_they_are_needed_and_stay_where_they_are():

@@ -50,6 +50,13 @@ def test_a_line_of_the_log_holds_the_kind_and_every_field(kind):
     assert found == {field.name: getattr(event, field.name) for field in fields(kind)}
 
 
+@pytest.mark.parametrize("loss", [float("inf"), -float("inf"), float("nan")])
+def test_what_json_cannot_say_is_null(loss):
+    line = to_json(events.Evaluate(0, 2.5, 9, 8, "perplexity", 1e300, loss))
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+    assert '"time": 2.5' in line and '"value": 1e+300' in line
+
+
 def test_a_line_says_who_before_the_counters():
     line = to_json(events.Upload(31, 2.4, 9, 8, 5, 12, 3, 2))
     assert line == (

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Options, Registry, parse
+from polytempo.core.schedule import SCHEDULES
 from polytempo.core.strategy import STRATEGIES, Strategy
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.strategies import Attention, Complement, Likeness
@@ -200,6 +201,11 @@ def test_a_wrong_value_is_an_error_of_one_line_that_names_option_and_value(spec,
 def test_a_missing_option_is_said_to_be_missing_and_nothing_more():
     message = error(SHAPES.create, "square-root")
     assert "side" in message and "ArgsKwargs" not in message
+
+
+def test_a_list_of_one_is_said_to_need_brackets():
+    with pytest.raises(PolytempoError, match=r"steps: at is a list: write at=\[3\]$"):
+        SCHEDULES.create("steps:at=3")
 
 
 def test_an_option_without_a_value_is_not_taken_for_a_class_to_import():

@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 from polytempo.core.client_steps import Basis
 from polytempo.core.errors import PolytempoError, Refused
+from polytempo.core.idle import BLOCK, IdleClients
 from polytempo.core.messages import Dispatch, Staleness, Stop, Update
 from polytempo.core.rng import rng
 from polytempo.core.server import Server
@@ -186,10 +187,10 @@ def test_a_strategy_is_told_of_every_dispatch_and_of_who_trains_before_the_refil
     told.clear()
     server.strategy.pushes = {1}
     server.receive(answer(sent[0]))
-    waiting = [client for client in sent if client]  # as they were sent their models
+    assert list(sent) != sorted(sent)
     assert told == [
         ("fold", 0),
-        ("training", waiting),
+        ("training", [1, 2]),  # those of equal staleness by their ids, however they were sent
         ("dispatched", 1, 3, True),
         ("dispatched", 0, 4, False),
     ]
@@ -241,7 +242,7 @@ def test_the_work_of_an_arrival_does_not_grow_with_the_slots():
         state = server.state_dict()
         sizes.add(sum(len(value) for key, value in state.items() if isinstance(value, list)))
     assert len(sizes) == 1
-    assert server.idle == server.members - server.open.keys() and len(server.idle) == 20
+    assert set(server.idle) == server.members - server.open.keys() and len(server.idle) == 20
 
 
 def test_a_lost_update_changes_neither_round_nor_version():
@@ -315,6 +316,40 @@ def test_idle_refill_is_uniform_over_all_clients_not_in_training():
     assert chisquare([position[i] for i in range(clients - slots + 1)]).pvalue > 1e-3
     share = again / refills  # the sender itself is as likely as anybody
     assert abs(share - 1 / 4) < 4 * np.sqrt(1 / 4 * 3 / 4 / refills)
+
+
+@pytest.mark.parametrize(("clients", "slots"), [(40, 30), (3000, 2990), (3000, 3000), (3000, 5)])
+def test_who_is_started_is_drawn_by_name_whatever_happened_before(clients, slots):
+    """The seed, the number of the dispatch and who is idle say who: among many, one of a few that
+    are tried, or else one of a sorted list."""
+    server, sent = begin(clients, slots=slots, seed=5)
+    order = rng(0, "test")
+    for _ in range(200):
+        client = list(server.open)[int(order.integers(slots))]
+        idle = sorted({*range(clients)} - {*server.open} | {client})
+        stream = rng(5, "server", "refill", server.dispatches)
+        tried = stream.integers(clients, size=32) if clients > 1000 else ()
+        hit = [int(one) for one in tried if one in idle]
+        expected = hit[0] if hit else stream.choice(idle, size=1, replace=False)[0]
+        [new] = server.receive(answer(sent[client]))
+        sent[new.client] = new
+        assert new.client == expected
+        assert len(server.idle) == len(idle) - 1
+
+
+@pytest.mark.parametrize("slots", [10, 4900, 4990, 5000])
+def test_a_refill_lists_no_clients(slots, monkeypatch):
+    """Counted, not timed: of the idle ones, a block is looked at, and no more."""
+    server, sent = begin(5000, slots=slots)
+    looked, whole = [], np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda marks: looked.append(len(marks)) or whole(marks))
+    monkeypatch.setattr(IdleClients, "__iter__", None)
+    for client in list(sent)[:10]:
+        server.receive(answer(sent[client]))
+        server.leave(client)
+        server.join([client])
+    assert all(size <= BLOCK for size in looked)
+    assert bool(looked) == (slots > 10)  # otherwise the first tries succeed
 
 
 def test_the_first_clients_and_the_cohorts_are_a_uniform_choice():
@@ -860,6 +895,16 @@ class Whatever(RuleBasedStateMachine):
         assert (self.server.round, self.server.version) == (self.round, self.version)
         assert len(self.server.strategy.cohorts) == self.closes
         assert self.server.members == self.present
+
+    @invariant()
+    def those_in_training_are_in_order(self):
+        if not hasattr(self, "server"):
+            return
+        found = [(-f.staleness.rounds, f.client) for f in self.server.in_flight()]
+        since = {client: self.sent[numbers[-1]][1] for client, numbers in self.training.items()}
+        assert sorted(found) == sorted((at - self.round, client) for client, at in since.items())
+        settled = [(stale, client) for stale, client in found if stale]
+        assert settled == sorted(settled) == found[: len(settled)]
 
     @invariant()
     def slots_are_not_wasted(self):

@@ -264,6 +264,13 @@ def test_an_unknown_key_is_refused():
         TASKS.create({"name": "task", "epoch": 3})
 
 
+@pytest.mark.parametrize(
+    ("step", "end"), [(0, 4), (0.5, 4), (3, 4), (3.999, 4), (4, 8), (4.001, 8), (11, 12)]
+)
+def test_the_epoch_in_progress_ends_after_its_last_batch(step, end):
+    assert Task(batch_size=5).end_of_epoch(step, 18) == end  # 5 + 5 + 5 + 3 samples
+
+
 def test_two_client_steps_cannot_upload_under_one_name():
     with pytest.raises(PolytempoError, match="two client steps upload 'basis'"):
         Task(client_steps=(Basis(2), Basis(3)))
@@ -277,3 +284,6 @@ def test_a_method_that_looks_at_steps_can_ask_for_plain_sgd():
     with pytest.raises(PolytempoError, match="omit --keep-optimizer"):
         kept.plain_sgd("fedac")
     assert replace(kept, optimizer=Sgd(momentum=0.0)).plain_sgd("fedac").momentum == 0.0
+    assert replace(kept, upload="gradient").plain_sgd("ace").momentum == 0.9  # none is taken
+    with pytest.raises(PolytempoError, match=r"ace has its clients upload a gradient.* not adamw"):
+        Task(optimizer=AdamW(), upload="gradient").plain_sgd("ace")

@@ -198,6 +198,9 @@ def test_the_table_of_data_sets_names_them_all(polytempo):
 
 
 def test_data_tells_how_a_set_is_spread(polytempo):
+    lines = polytempo("data", "--data", "digits", "--clients", 8).out.splitlines()[:-1]
+    assert len({line.index("  ", len(line) - len(line.lstrip())) for line in lines}) == 1
+    assert any(re.search(r"commonest label  0\.\d\d$", line) for line in lines)
     digits = ("data", "--data", "digits", "--clients", 8, "--json")
     found = polytempo(*digits, "--partition", "iid").json
     assert found["clients"] == 8
@@ -214,7 +217,8 @@ def test_data_without_labels_is_told_but_not_drawn(polytempo, tmp_path):
     found = polytempo("data", "--data", "diabetes", "--clients", 4, "--json").json
     assert (found["problem"], found["outputs"]) == ("regression", 1)
     assert not {"classes", "labels_per_client"} & set(found)
-    assert "labels" not in polytempo("data", "--data", "diabetes", "--clients", 4).out
+    text = polytempo("data", "--data", "diabetes", "--clients", 4).out
+    assert "labels" not in text and re.search(r"groups  -$", text, re.MULTILINE)
     error = polytempo("data", "--data", "diabetes", "-o", tmp_path / "labels.png").error
     assert "diabetes is for regression and has no labels to count" in error
 

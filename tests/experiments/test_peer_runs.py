@@ -6,11 +6,13 @@ import json
 import pytest
 
 from polytempo import Federation, PolytempoError, simulate
+from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.paper_specs import load_experiment
+from polytempo.experiments.peer_settings import PEER_SETTINGS, SERVER, SIMULATED, WORLD, networked
 
 TINY = (
     *("--data", "digits", "--limit", 200, "--clients", 4, "--model", "linear"),
-    *("--rounds", 24, "--eval-every", 4, "--adapt-epochs", 1, "--batch-size", 16, "--steps", 3),
+    *("--rounds", 24, "--eval-every", 4, "--adapt-epochs", 1, "--batch-size", 16),
 )
 P2P = "p2p:decision=always,local_steps=3"
 
@@ -28,6 +30,7 @@ def test_a_run_of_peers_leaves_a_folder_as_any_other(polytempo, tmp_path, monkey
     found = json.loads((place / "result.json").read_text())
     assert "models exchanged" in outcome.out and "24 local rounds" in outcome.out
     assert "staleness" not in outcome.out + (place / "report.html").read_text()
+    assert found["staleness_mean"] is None and found["staleness"] == {}
     assert (found["strategy"], found["arrivals"], found["complete"]) == ("p2p", 24, True)
     assert found["accuracy_adapted"] > 0
     sent = found["messages"]
@@ -72,7 +75,7 @@ def test_peers_go_on_where_they_were_interrupted(polytempo, tmp_path, interrupt)
 def test_peers_and_servers_side_by_side(polytempo, tmp_path, monkeypatch):
     monkeypatch.undo()  # with plots
     methods = (P2P, "p2p:decision=never", "fedavg", "fedsgd", "standalone")
-    given = (*TINY, "--messages", 10, "--slots", 4, "--out", tmp_path)
+    given = (*TINY, "--steps", 3, "--messages", 10, "--slots", 4, "--out", tmp_path)
     found = polytempo("compare", *methods, *given, "--json").json
     models = [
         sum(run["messages"].get(k, 0) for k in ("dispatch", "upload", "multicast", "exchange"))
@@ -83,6 +86,8 @@ def test_peers_and_servers_side_by_side(polytempo, tmp_path, monkeypatch):
     assert (tmp_path / "accuracy_messages.png").stat().st_size > 10_000
     table = rows(tmp_path / "summary.csv")
     assert [row["messages"] for row in table] == ["10", "0", "10", "10", "0"]
+    steps = [read_config(path).get("steps") for path in sorted(tmp_path.glob("*/*/config.toml"))]
+    assert steps == [3, 3, None, None, 3]  # which are not those of peers
     again = polytempo("compare", *methods, *given, "--json").json
     assert again == found
 
@@ -95,13 +100,49 @@ def test_peers_are_listed_with_their_options(polytempo):
     assert found["parameters"]["local_steps"] == 5
 
 
-@pytest.mark.parametrize(
-    "settings", [{"refill": "idle"}, {"diagnose": 5}, {"lr_schedule": "exponential"}]
-)
-def test_what_is_about_a_server_is_refused(settings):
+ABOUT_A_SERVER = {
+    "refill": "idle",
+    "diagnose": 5,
+    "lr_schedule": "exponential",
+    "epochs": 3,
+    "steps": 4,
+    "bank": "half",
+    "keep_optimizer": True,
+}
+
+
+@pytest.mark.parametrize("name", ABOUT_A_SERVER)
+def test_what_is_about_a_server_is_refused_in_simulations_and_on_networks(name, tmp_path):
     fed = Federation.load("digits", clients=4, limit=200, partition="iid")
-    with pytest.raises(PolytempoError, match=f"{next(iter(settings))} .* p2p has no server"):
-        simulate(fed, strategy="p2p", model="linear", **settings)
+    settings = {"strategy": "p2p", "model": "linear", name: ABOUT_A_SERVER[name]}
+    why = f"^{name} = .* p2p has no server: {SERVER[name].replace('[', '.')[:20]}.*; omit {name}$"
+    with pytest.raises(PolytempoError, match=why):
+        simulate(fed, **settings)
+    with pytest.raises(PolytempoError, match=why):
+        networked(make_config(settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"until": 9.0}, {"versions": 9}, {"solver": "dense"}, {"strategy": "p2p:score_fusions=true"}],
+)
+def test_what_is_about_a_simulation_is_refused_on_networks(settings):
+    with pytest.raises(PolytempoError, match="is for simulations, not for peers on a network: "):
+        networked(make_config({"strategy": "p2p", **settings}))
+
+
+def test_the_folder_of_a_simulation_can_be_given_to_peers_on_a_network(polytempo, tmp_path):
+    """It holds all settings, and those of the simulated world do no harm."""
+    world = ("--devices", "equal", "--dropout", "drop", "--workers", 1, "--check")
+    options = ("--strategy", P2P, "--solver", "torch", *world, "--out", tmp_path / "run")
+    assert polytempo("run", *TINY, *options).code == 0
+    strategy = networked(make_config(read_config(tmp_path / "run" / "config.toml")))
+    assert strategy.local_steps == 3
+
+
+def test_peers_use_refuse_or_do_without_every_setting():
+    groups = [PEER_SETTINGS, WORLD, SERVER, SIMULATED, ("strategy",)]
+    assert sorted(name for group in groups for name in group) == sorted(RunConfig.model_fields)
 
 
 def test_unknown_options_of_peers_are_named(polytempo):

@@ -5,21 +5,23 @@ import csv
 import json
 import math
 import pickle
+from functools import partial
 
 import pytest
 
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
-from polytempo.core.metric import RESERVED
+from polytempo.core.metric import RESERVED, finite
 from polytempo.experiments import result
 from polytempo.experiments.compare import Comparison
 from polytempo.experiments.result import read_result
 from polytempo.simulation.metrics import MODELS
 
-TINY = (
-    *("--clients", "4", "--rounds", "8", "--eval-every", "2", "--epochs", "1"),
+SHORT = (
+    *("--clients", "4", "--rounds", "8", "--eval-every", "2"),
     *("--adapt-epochs", "1", "--backend", "serial"),
 )
+TINY = (*SHORT, "--epochs", "1")
 # Data, metric, label of the axis, and the direction.
 CASES = {
     "regression": ("diabetes", "mse", "mean squared error (lower is better)", "lower"),
@@ -104,7 +106,7 @@ def test_time_to_a_low_error_is_the_first_time_below_it(regression):
 def test_names_that_a_metric_must_not_have_are_those_that_results_use():
     fed = pt.Federation.load("digits", clients=4, limit=80, seed=0)
     for strategy in ("fedavg", "p2p"):
-        found = pt.simulate(fed, strategy=strategy, rounds=4, epochs=1, adapt_epochs=0)
+        found = pt.simulate(fed, strategy=strategy, rounds=4, adapt_epochs=0)
         used = {*found.summary, *found.history[-1], *(found.peers or [{}])[0]}
         used |= {name for name in dir(found) if not name.startswith("_")}
         own = {name for name in used if name.split("_")[0] in ("accuracy", "top5", "loss")}
@@ -112,14 +114,32 @@ def test_names_that_a_metric_must_not_have_are_those_that_results_use():
     assert {*MODELS} <= {*RESERVED}
 
 
-def test_a_figure_that_is_infinite_is_null_in_json(polytempo, tmp_path):
+@pytest.mark.parametrize("strategy", ["fedavg", "pace", "p2p"])
+def test_a_figure_that_is_infinite_is_null_in_json(strategy, tmp_path):
     """A perplexity may be; JSON has no word for it."""
-    data = "synthetic-text:samples=12,tokens=4"
-    fed = pt.Federation.load(data, clients=4, seed=0)
-    found = pt.simulate(fed, rounds=4, lr=1e5, epochs=1, adapt_epochs=0, out=tmp_path / "a")
+    fed = pt.Federation.load("synthetic-text:samples=12,tokens=4", clients=4, seed=0)
+    late = {} if strategy == "p2p" else {"dropout": "join:share=0.5,round=2"}
+    given = {
+        "strategy": strategy,
+        "lr": 1e5,
+        "epochs": 1,
+        "adapt_epochs": 0,
+        "events": True,
+        **late,
+    }
+    for rounds in (4, 8) if late else (8,):  # peers cannot be extended
+        place = {"out": tmp_path, "resume": rounds > 4}
+        found = pt.simulate(fed, rounds=rounds, eval_every=2, **given, **place)
     assert any(math.isinf(row["perplexity"]) for row in found.history)
-    text = (tmp_path / "a" / "result.json").read_text()
-    assert "Infinity" not in text and json.loads(text)["perplexity"] is None
+    strict_json = partial(json.loads, parse_constant=pytest.fail)
+    summary = strict_json((tmp_path / "result.json").read_text())
+    assert summary == found.summary and summary["perplexity"] is None
+    if late:
+        assert summary["perplexity_newcomers"] is None
+    log = [strict_json(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    values = [event["value"] for event in log if event["event"] == "evaluate"]
+    assert values == [finite(row["perplexity"]) for row in found.history]
+    assert repr(read_result(tmp_path).history) == repr(found.history)  # history.csv knows them
 
 
 # -- side by side ----------------------------------------------------------------------------------
@@ -156,6 +176,14 @@ def test_a_comparison_is_about_the_metric(compared):
     assert "Mean squared error against simulated time" in text and "lower is better" in text
 
 
+def test_a_table_says_that_a_figure_is_infinite(polytempo, plotless, tmp_path):
+    data = ("--data", "synthetic-text:samples=12,tokens=4", *TINY, "--lr", "1e5")
+    assert polytempo("compare", "fedavg", *data, "--out", tmp_path).code == 0
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        [row] = csv.DictReader(file)
+    assert (row["handed"], row["worst 10%"]) == ("inf", "inf")
+
+
 @pytest.mark.parametrize("target", ["80", "0.001", "pace"])
 def test_a_target_need_not_be_a_share(target, compared, polytempo):
     assert polytempo(*compared[1], "--target", target).code == 0
@@ -177,7 +205,7 @@ def test_results_of_different_metrics_are_not_put_into_one_table(compared, regre
 
 
 def test_peers_are_judged_by_the_metric_too(polytempo, plots, tmp_path):
-    arguments = ("--data", "diabetes", "--strategy", "p2p:target=20", *TINY, "--out", tmp_path)
+    arguments = ("--data", "diabetes", "--strategy", "p2p:target=20", *SHORT, "--out", tmp_path)
     outcome = polytempo("run", *arguments)
     assert outcome.code == 0, outcome.err
     with (tmp_path / "peers.csv").open(newline="") as file:

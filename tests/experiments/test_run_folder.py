@@ -402,6 +402,29 @@ def test_more_rounds_extend_a_finished_run(done, polytempo, tmp_path):
     assert read_config(done / "config.toml") == read_config(tmp_path / "whole" / "config.toml")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "short", "more"),
+    [
+        ("fedavg", 23, []),  # in the middle of a cohort, and between two evaluations
+        ("fedasync", 25, []),  # an evaluation is due there anyway, but no adaptation
+        ("fedbuff:buffer_size=3", 26, ["--diagnose", 7]),
+        ("pace:omega=20", 27, ["--network", "4g"]),
+        ("casa", 22, ["--dropout", "join:share=0.3,round=10"]),
+    ],
+)
+def test_a_run_that_was_extended_is_one_that_was_longer_from_the_beginning(
+    strategy, short, more, polytempo, plotless, tmp_path, monkeypatch
+):
+    """What closes the shorter run, evaluation and adaptation, leaves no trace."""
+    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)  # whenever one might be made
+    given = ("run", *TINY, "--check", "--strategy", strategy, *more)
+    assert polytempo(*given, "--rounds", short, "-o", tmp_path / "extended").code == 0
+    assert int(history(tmp_path / "extended")[-1]["round"]) == short
+    assert polytempo("run", "--resume", tmp_path / "extended", "--rounds", 60).code == 0
+    assert polytempo(*given, "--rounds", 60, "-o", tmp_path / "whole").code == 0
+    same(tmp_path / "extended", tmp_path / "whole")
+
+
 def test_more_rounds_keep_the_interval_of_evaluations(polytempo, tmp_path):
     given = ("--clients", 6, "--limit", 120, "--model", "linear", "--epochs", 1, "-o", tmp_path)
     assert polytempo("run", *given, "--rounds", 80).code == 0  # evaluated every 2 updates

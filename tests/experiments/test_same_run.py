@@ -242,7 +242,8 @@ def local(strategy: str) -> object:
 
 @pytest.mark.parametrize("strategy", ["pace:omega=20", "standalone", "half", "p2p"])
 def test_a_run_from_python_resumes_bit_by_bit(tmp_path, strategy):
-    settings = {"model": "linear", "rounds": 60, "epochs": 1, "events": True}
+    settings = {"model": "linear", "rounds": 60, "events": True}
+    settings |= {} if strategy == "p2p" else {"epochs": 1}
     whole = pt.simulate(given(), strategy=local(strategy), out=tmp_path / "whole", **settings)
     stopped = tmp_path / "stopped"
     calls = iter(range(1000))

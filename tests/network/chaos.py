@@ -16,6 +16,8 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
+
 from polytempo.core.rng import rng
 from polytempo.experiments.config import make_config
 from polytempo.experiments.peer_group import Group
@@ -141,7 +143,12 @@ def torment(folder: Path, peers: int, seconds: float, seed: int = 0) -> float:
         }
     )
     options = ["--save-every", "20", "--pause", "0.1"]
-    group, draws = Group(config, folder, options=options), rng(seed, "chaos")
+    with Group(config, folder, options=options) as group:
+        return _torment(group, seconds, rng(seed, "chaos"))
+
+
+def _torment(group: Group, seconds: float, draws: np.random.Generator) -> float:
+    folder, peers = group.out, len(group.names)
     started: dict[str, float] = {}
 
     def start(number: int) -> None:
@@ -164,27 +171,23 @@ def torment(folder: Path, peers: int, seconds: float, seed: int = 0) -> float:
             time.sleep(0.5)
 
     kills = 0
-    try:
-        for number in range(peers):
+    for number in range(peers):
+        start(number)
+    wait_until_all_train()
+    begin = time.time()
+    while time.time() < begin + seconds:
+        time.sleep(float(draws.uniform(1, 3)))
+        alive = training()
+        if len(alive) > 3:  # a start takes long on a small machine
+            number = alive[int(draws.integers(len(alive)))]
+            process = group.processes[group.names[number]]
+            process.kill()
+            process.wait(60)
+            kills += 1
             start(number)
-        wait_until_all_train()
-        begin = time.time()
-        while time.time() < begin + seconds:
-            time.sleep(float(draws.uniform(1, 3)))
-            alive = training()
-            if len(alive) > 3:  # a start takes long on a small machine
-                number = alive[int(draws.integers(len(alive)))]
-                process = group.processes[group.names[number]]
-                process.kill()
-                process.wait(60)
-                kills += 1
-                start(number)
-        wait_until_all_train()
-        time.sleep(LAST_SECONDS)
-        end = time.time()
-    finally:
-        group.stop()
-        group.wait()
+    wait_until_all_train()
+    time.sleep(LAST_SECONDS)
+    end = time.time()
     sys.stderr.write(f"{kills} kills in {seconds:.0f} s\n")
     return end
 

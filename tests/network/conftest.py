@@ -12,7 +12,8 @@ from polytempo.core.layout import Layout
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import Wire
-from polytempo.nodes import DECISIONS, Pairing, RoundEnded
+from polytempo.nodes import DECISIONS, Pairing
+from polytempo.nodes.protocol import RoundEnded
 from still import still_node
 
 

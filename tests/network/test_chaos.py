@@ -100,8 +100,10 @@ DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True
 
 def test_a_peer_that_does_not_end_when_it_is_asked_to_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_group, "_PATIENCE", 0.5)
-    group = Group(make_config({"clients": 2, "strategy": "p2p"}), tmp_path)
-    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as deaf:
+    with (
+        Group(make_config({"clients": 2, "strategy": "p2p"}), tmp_path) as group,
+        subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as deaf,
+    ):
         deaf.stdout.readline()  # from now on
         group.processes["peer-0"] = deaf
         group.stop()
@@ -109,13 +111,20 @@ def test_a_peer_that_does_not_end_when_it_is_asked_to_is_killed(tmp_path, monkey
         assert deaf.returncode == -signal.SIGKILL
 
 
+def test_a_group_that_is_broken_off_leaves_no_peer_behind(tmp_path):
+    config = make_config({"clients": 2, "model": "linear", "strategy": "p2p:target=1000000"})
+    with pytest.raises(ZeroDivisionError), Group(config, tmp_path / "out") as group:
+        group.start(0)
+        raise ZeroDivisionError
+    assert group.processes["peer-0"].returncode is not None
+
+
 def test_a_killed_peer_is_forgotten_and_resumes(tmp_path):
     """Three processes with mutual TLS; one is killed outright and started again."""
     settings = {"data": "synthetic:groups=2,features=8", "clients": 3, "model": "linear"}
     config = make_config({**settings, "strategy": "p2p:target=1000000,decision=always"})
     options = ["--save-every", "5", "--pause", "0.02"]
-    group = Group(config, tmp_path / "out", tls=True, options=options)
-    try:
+    with Group(config, tmp_path / "out", tls=True, options=options) as group:
         for number in range(3):
             group.start(number)
 
@@ -135,9 +144,6 @@ def test_a_killed_peer_is_forgotten_and_resumes(tmp_path):
         again = events(2, "started")[1]
         assert again["incarnation"] > first and again["iteration"] >= saved > 0
         wait_until(lambda: any(e["incarnation"] > first for e in events(2, "fused")))
-    finally:
-        group.stop()
-        group.wait()
     assert [process.returncode for process in group.processes.values()] == [130] * 3
     assert check(read(group.out)) == []
     summary = group.result()

@@ -11,7 +11,9 @@ from polytempo.cli import app
 from polytempo.cli.board import Board, in_words
 from polytempo.cli.peers import is_local
 from polytempo.core.errors import PolytempoError
+from polytempo.experiments.config import make_config
 from polytempo.experiments.peer import client_of
+from polytempo.experiments.peer_group import Group
 
 TINY = ("--data", "synthetic:groups=2,features=8", "--clients", 2, "--model", "linear")
 
@@ -59,6 +61,38 @@ def test_one_peer_alone_reaches_its_target_and_goes_on_for_more(tmp_path):
     events = [json.loads(line) for line in more.output.splitlines() if line.startswith("{")]
     assert events[0]["event"] == "started" and events[0]["iteration"] == 20
     assert json.loads((tmp_path / "p" / "result.json").read_text())["iterations"] == 30
+
+
+def test_a_peer_is_resumed_in_the_same_run_with_the_same_strategy(tmp_path):
+    """For the same target or a higher one; what it is evaluated for may change at any time."""
+    assert polytempo(*peer(tmp_path, "--strategy", "p2p:target=20")).exit_code == 0
+    for options, was, now in (
+        (("--strategy", "p2p:target=20,local_steps=4"), "p2p:local_steps=5", "p2p:local_steps=4"),
+        (("--strategy", "p2p:target=20,gamma=0.5"), "p2p:gamma=0.1", "p2p:gamma=0.5"),
+        (("--strategy", "p2p:target=20", "--run", "other"), "run=polytempo", "run=other"),
+    ):
+        assert f"trained with {was}, not with {now}; give" in error(*peer(tmp_path, *options))
+    other = error(*peer(tmp_path, "--strategy", "p2p:target=20,decision=always"))
+    assert "p2p:decision={'name': 'uniform'" in other and "'always'" in other
+    for shorter in (("--strategy", "p2p:target=10"), ("--rounds", 4)):
+        assert "on its way to 20 iterations, more than 10" in error(*peer(tmp_path, *shorter))
+    again = polytempo(*peer(tmp_path, "--rounds", 8, "--eval-every", 1, "--messages", 50))
+    assert again.exit_code == 0, again.output  # 8 rounds of 2 peers are 20 iterations each
+
+
+def test_what_a_run_of_peers_refuses_is_refused_on_a_network_too(tmp_path):
+    """A file may hold any setting, not only those that the command has options for."""
+    for line in ("epochs = 3", "refill = 'idle'", "diagnose = 5", "bank = 'half'", "until = 9.0"):
+        (tmp_path / "given.toml").write_text(f"{line}\n")
+        given = ("--config", tmp_path / "given.toml")
+        for command in (peer(tmp_path, *given), ("peers", "--out", tmp_path / "g", *given)):
+            said = error(*command)
+            assert said.startswith(line) and "omit" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given.toml"]  # nothing has begun
+
+
+def test_a_peer_trains_on_the_device_that_it_is_given(tmp_path):
+    assert "device 'abacus' cannot be used here" in error(*peer(tmp_path, "--device", "abacus"))
 
 
 def test_a_peer_is_judged_by_the_metric_of_its_problem(tmp_path):
@@ -143,6 +177,19 @@ def test_a_group_takes_over_no_peer_of_another(tmp_path):
     (tmp_path / "peer-1" / "incarnation.json").write_text("{}")
     said = error("peers", "--out", tmp_path, "--local", 2)
     assert "peer-1 already holds a peer (incarnation.json)" in said and "--out" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["peer-1"]
+
+
+def test_two_groups_do_not_write_to_one_folder(tmp_path):
+    config = make_config({"clients": 2, "strategy": "p2p", "seed": 7})
+    with Group(config, tmp_path / "two"):
+        before = (tmp_path / "two" / "config.toml").read_text()
+        said = error("peers", "--out", tmp_path / "two", "--local", 3)
+        assert "two is being written by another run" in said and "--out" in said
+        assert (tmp_path / "two" / "config.toml").read_text() == before
+        assert not [*(tmp_path / "two").glob("peer-*")]
+    with Group(config, tmp_path / "two"):  # it was let go of
+        pass
 
 
 def test_only_loopback_addresses_are_safe_without_certificates():
@@ -156,6 +203,8 @@ def test_people_are_told_what_matters():
     late = in_words({**said, "event": "discarded"})
     assert late == "iteration 7: a model from bob came too late to use"
     assert in_words({**said, "event": "phase", "phase": "Idle"}) is None
+    stuck = in_words({**said, "event": "stuck", "threads": ["node", "sender 1"]})
+    assert stuck == "leaves without waiting any longer for its threads: node, sender 1"
     board = Board()
     board.note({**said, "event": "started", "target": 9})
     board.note(said)

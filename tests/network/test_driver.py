@@ -15,7 +15,8 @@ from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
-from polytempo.nodes import DECISIONS, FUSIONS, Stop
+from polytempo.nodes import DECISIONS, FUSIONS
+from polytempo.nodes.protocol import Stop
 from polytempo.training import AutogradSolver, Learner
 
 
@@ -59,8 +60,8 @@ def test_an_interrupted_peer_goes_on_bit_for_bit(tmp_path, addresses):
     done = second.run()
     assert done["complete"] and done["iterations"] == done["target"] == 60
     assert torch.equal(second.learner.params, whole.learner.params)
-    momentum = second.learner.memory["momentum"]
-    assert momentum.any() and torch.equal(momentum, whole.learner.memory["momentum"])
+    momentum = second.learner.memory["optimizer.momentum"]
+    assert momentum.any() and torch.equal(momentum, whole.learner.memory["optimizer.momentum"])
     assert second.history[0]["iteration"] == 0 and second.history[-1]["iteration"] == 60
     assert done["seconds"] > found["seconds"]
 

@@ -1,6 +1,7 @@
 """Two and more peers on the loopback interface, driven event by event."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from nearby import wait_until
 
 from polytempo.core.errors import PolytempoError
 from polytempo.network.wire import Wire
-from polytempo.nodes import Appeared, Exchanging, Granted, Idle, Pending, Token
+from polytempo.nodes import Token
+from polytempo.nodes.protocol import Appeared, Exchanging, Granted, Idle, Pending
 
 
 def of(link, kind):
@@ -230,3 +232,22 @@ def test_a_link_ends_its_own_threads_and_waits_for_no_other(place, monkeypatch):
     ended.set()
     other.join(60)
     assert not other.is_alive()
+
+
+@pytest.mark.parametrize("thread", ["polytempo node", "polytempo sender 0", "1 of Zenoh's"])
+def test_a_link_does_not_wait_for_ever_for_a_thread_that_hangs(place, monkeypatch, thread):
+    monkeypatch.setattr("polytempo.network.link.END_SECONDS", 0.5)
+    ann, freed = place.enter("ann", exchange_timeout=0.1), threading.Event()
+    hang = {
+        "polytempo node": lambda: ann._post(freed.wait, 60),
+        "polytempo sender 0": lambda: [ann._send(freed.wait, 60) for _ in ann._senders],
+        "1 of Zenoh's": lambda: ann._callback(print),  # declared to nobody: it never ends
+    }
+    hang[thread]()
+    began = time.monotonic()
+    place.leave(ann)
+    assert time.monotonic() - began < 30
+    [said] = of(ann, "stuck")
+    assert thread in said["threads"]
+    freed.set()
+    wait_until(lambda: not any(t.name.startswith("polytempo") for t in threading.enumerate()))

@@ -23,7 +23,7 @@ from polytempo.network.driver import Driver, PeerPlan
 from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
-from polytempo.nodes import (
+from polytempo.nodes.protocol import (
     Announce,
     AnswerClaim,
     AnswerExchange,

@@ -13,7 +13,8 @@ from torch import nn
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.layout import Layout, Parts
 from polytempo.network.wire import MOST_HEADER, Wire, check_name
-from polytempo.nodes import Identity, Pending, Snapshot, Token
+from polytempo.nodes import Identity, Snapshot, Token
+from polytempo.nodes.protocol import Pending
 
 WIRE = Wire("test", Layout(nn.Linear(11, 1)))
 ANN, TICKET = Identity("ann", 3), Token("bob", 5, 7)

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from polytempo.nodes import (
-    DECISIONS,
+from polytempo.nodes import DECISIONS, Identity, Pairing, Snapshot
+from polytempo.nodes.protocol import (
     Announce,
     AnswerClaim,
     AnswerExchange,
@@ -46,13 +46,10 @@ from polytempo.nodes import (
     Exchanging,
     Gone,
     Granted,
-    Identity,
     Idle,
     Paired,
-    Pairing,
     Pending,
     SetDeadline,
-    Snapshot,
     Stop,
     Vanished,
     Withdraw,

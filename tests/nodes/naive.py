@@ -1,21 +1,16 @@
 """The pairing of the paper taken literally, as a negative control: a single slot with the latest
 pending peer, replicated by messages. Nobody arbitrates, nobody refuses, nobody gives up."""
 
-from polytempo.nodes import (
-    DECISIONS,
+from polytempo.nodes import DECISIONS, Fusion, Identity, Pairing, Snapshot, Token
+from polytempo.nodes.protocol import (
     Action,
     Announce,
     AnswerExchange,
     Exchange,
     Exchanging,
-    Fusion,
-    Identity,
     Idle,
     Paired,
-    Pairing,
     Pending,
-    Snapshot,
-    Token,
     Withdraw,
 )
 

@@ -4,7 +4,8 @@ import pytest
 from explorer import ALWAYS, CONTROL, Budget, Explorer, shipping
 from naive import naive
 
-from polytempo.nodes import AnswerExchange, Granted, Idle, Pairing, Pending
+from polytempo.nodes import Pairing
+from polytempo.nodes.protocol import AnswerExchange, Granted, Idle, Pending
 
 SMALL = [
     (2, Budget(decisions=3)),

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from polytempo import PolytempoError
-from polytempo.nodes import (
-    DECISIONS,
-    FUSIONS,
+from polytempo.nodes import DECISIONS, FUSIONS, Identity, Pairing, PeerNode, Snapshot, Token
+from polytempo.nodes.protocol import (
     Announce,
     AnswerClaim,
     AnswerExchange,
@@ -27,16 +26,11 @@ from polytempo.nodes import (
     Fused,
     Gone,
     Granted,
-    Identity,
     Idle,
     Paired,
-    Pairing,
-    PeerNode,
     Pending,
     RoundEnded,
     SetDeadline,
-    Snapshot,
-    Token,
     Train,
     Vanished,
     Withdraw,

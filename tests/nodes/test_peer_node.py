@@ -5,8 +5,8 @@ import torch
 from explorer import ALWAYS
 
 from polytempo import PolytempoError
-from polytempo.nodes import (
-    DECISIONS,
+from polytempo.nodes import DECISIONS, Identity, Pairing, Snapshot, Token
+from polytempo.nodes.protocol import (
     Announce,
     AnswerExchange,
     Appeared,
@@ -17,16 +17,12 @@ from polytempo.nodes import (
     Exchange,
     ExchangeAnswered,
     Exchanged,
-    Identity,
     Idle,
     Paired,
-    Pairing,
     Pending,
     RoundEnded,
-    Snapshot,
     Started,
     Stop,
-    Token,
     Train,
     Vanished,
 )

@@ -216,9 +216,9 @@ def test_shadows_are_told_what_the_strategy_is_told(name):
                 assert theirs.version == ours.version
                 assert theirs.state_dict()["held"] == ours.state_dict()["held"]
                 assert len(theirs) == len(ours) <= 5
-        for key in ("awaited", "started", "concurrency", "late", "asked"):
+        for key in ("awaited", "sent", "started", "concurrency", "late", "asked"):
             if hasattr(shadow, key):
-                assert getattr(shadow, key) == getattr(run.strategy, key)
+                assert np.array_equal(getattr(shadow, key), getattr(run.strategy, key))
     assert set(diagnosis(run).anchors) == set(run.server.open)
 
 

@@ -220,7 +220,7 @@ def test_a_client_that_the_federation_does_not_have_is_named(trace, client):
 
 def test_a_missing_file_is_named(tmp_path):
     message = one_line(lambda: Trace(str(tmp_path / "nowhere.csv")).changes(3, 0))
-    assert "nowhere.csv" in message and "No such file" in message
+    assert message.endswith("nowhere.csv cannot be read: No such file or directory")
 
 
 # -- timeline --------------------------------------------------------------------------------------

@@ -92,6 +92,14 @@ def test_an_extension_is_told_of_all_that_happens_and_changes_nothing(small):
     assert len(watched.history) == sum(isinstance(event, Evaluate) for event in log)
 
 
+def test_an_extension_of_peers_is_told_of_what_the_queue_gives_out(small):
+    diary, simulator = Diary(), peers(small)
+    simulator.extend(diary)
+    simulator.run(20)
+    assert len(diary.keys) + len(simulator.queue) == simulator.counter  # the rest is still in it
+    assert [time for time, *_ in diary.keys] == sorted(time for time, *_ in diary.keys)
+
+
 def test_an_extension_has_a_part_in_the_summary_and_the_folder(small, tmp_path):
     simulator = world(small, Diary())
     simulator.run(20)

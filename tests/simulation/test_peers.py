@@ -85,7 +85,7 @@ def test_stopped_and_resumed_is_bit_identical(small, world, stop, tmp_path):
     assert resumed.history == whole.history
     assert torch.equal(models(resumed), models(whole))
     assert resumed.fingerprint == whole.fingerprint
-    assert resumed.peers() == whole.peers()
+    assert resumed.each.figures() == whole.each.figures()
 
 
 def test_another_target_is_not_gone_on_with(small):
@@ -203,6 +203,8 @@ def test_who_leaves_is_forgotten_and_who_comes_back_goes_on(small, tmp_path):
     simulator.run(10_000)
     assert all(learner.iteration == 60 for learner in simulator.learners)
     assert simulator.incarnations == [1, 1, 1, 2, 1, 1, 1, 1]
+    assert [event["client"] for event in of_kind(log, "return")] == [3]
+    assert [event["client"] for event in of_kind(log, "join")] == [5]  # for the first time
     away = [e for e in log if e.get("client") == 3 and 0.1 < e["time"] < 0.4]
     assert [event["event"] for event in away] == []
     assert min(e["time"] for e in of_kind(log, "train") if e["client"] == 5) > 0.3
@@ -300,7 +302,7 @@ def test_common_test_samples_are_those_of_all(small):
         weight, bias = vector[:48].view(4, 12), vector[48:]
         right.append(float(((x @ weight.T + bias).argmax(1) == y).double().mean()))
     assert common.history[-1]["accuracy"] == pytest.approx(sum(right) / 8)
-    assert [peer["accuracy"] for peer in common.peers()] == pytest.approx(right)
+    assert [peer["accuracy"] for peer in common.each.figures()["peers"]] == pytest.approx(right)
     assert own.history[-1]["accuracy"] != common.history[-1]["accuracy"]
 
 
@@ -310,9 +312,9 @@ def test_fusions_are_scored_on_request_and_change_nothing(small):
     plain.run(160)
     scored.run(160)
     assert log == events
-    assert sum(map(len, scored.effects)) == len(of_kind(log, "fuse"))
-    assert all(peer["fusion_effect"] is None for peer in plain.peers())
-    assert any(peer["fusion_effect"] for peer in scored.peers())
+    assert sum(map(len, scored.each.effects)) == len(of_kind(log, "fuse"))
+    assert all(peer["fusion_effect"] is None for peer in plain.each.figures()["peers"])
+    assert any(peer["fusion_effect"] for peer in scored.each.figures()["peers"])
 
 
 def test_departures_by_version_need_a_server(small):

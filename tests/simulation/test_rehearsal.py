@@ -1,6 +1,6 @@
 """`--check` finds strategies that would not resume as they were."""
 
-from collections import deque
+from collections import Counter, deque
 from typing import ClassVar
 
 import pytest
@@ -67,6 +67,33 @@ class Cached(Momentum):
         return super().fold(update, staleness)
 
 
+class Counted(Momentum):
+    """Remembers who has reported in something that does not outlive a file as it is."""
+
+    state: ClassVar = ("model", "velocity", "reports")
+    kind: ClassVar[type]
+
+    def setup(self, context):
+        super().setup(context)
+        self.reports = self.kind()
+
+
+class InASet(Counted):
+    kind: ClassVar = set
+
+    def fold(self, update, staleness):
+        self.reports.add(update.client)
+        return super().fold(update, staleness)
+
+
+class InACounter(Counted):
+    kind: ClassVar = Counter
+
+    def fold(self, update, staleness):
+        self.reports[str(update.client)] += 1
+        return super().fold(update, staleness)
+
+
 def run(strategy, small, rounds=20, **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -93,9 +120,23 @@ def test_what_the_state_lacks_is_named_as_soon_as_it_has_an_effect(small, strate
     assert "would not resume as it was" in text
     assert f"restored after {updates} updates" in text
     before, _, lacking = text.partition("which lacks ")
-    assert words[0] in lacking.split(", ")
+    assert words[0] in lacking.partition(" (")[0].split(", ")
     assert words[1] in before
     run(strategy, small)  # nobody looks, and nobody complains
+
+
+def test_what_a_checkpoint_cannot_hold_is_named(small):
+    with pytest.raises(
+        PolytempoError, match="state/strategy/reports cannot be saved: it is of type set"
+    ):
+        run(InASet(), small, check=True)
+
+
+def test_what_comes_back_as_something_else_is_found_where_it_fails(small):
+    words = r"restored after 0 updates, it fails with KeyError\(.*any mapping as a plain dict"
+    with pytest.raises(PolytempoError, match=words) as caught:
+        run(InACounter(), small, check=True)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("strategy", [Momentum(), Cached()])

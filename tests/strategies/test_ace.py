@@ -263,6 +263,62 @@ def test_the_last_one_awaited_may_leave():
     assert server.version == 1
 
 
+class Listing(ACE):
+    """Lists who is awaited after each message, instead of following it."""
+
+    def setup(self, context):
+        super().setup(context)
+        self.listed = list(range(context.clients))
+
+    def ready(self):
+        self.started = self.started or bool(self.reported[self.listed].all())
+        return self.started
+
+    def training(self, in_flight):
+        self.listed = [flight.client for flight in in_flight]
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("settings", [{}, {"slots": 5, "refill": "idle"}, {"slots": 5}])
+def test_who_is_awaited_is_who_is_in_training_and_has_not_reported(seed, settings):
+    context = Context(torch.zeros(2), [10] * 8, TASK, seed=seed)
+    ours, theirs = (Server(kind(), context, **settings) for kind in (ACE, Listing))
+    order, steps = rng(seed, "test"), []
+
+    def both(act, *arguments):
+        actions, others = (getattr(server, act)(*arguments) for server in (ours, theirs))
+        assert [(a.client, a.number) for a in actions] == [(a.client, a.number) for a in others]
+        steps.append(ours.version)
+        assert steps[-1] == theirs.version
+
+    both("join", range(int(order.integers(1, 9))))
+    while not ours.version and len(steps) < 300:
+        client = int(order.choice(8, p=np.arange(1, 9) / 36))  # some are slow
+        luck = order.random()
+        if luck < 0.05:
+            both("leave", client)
+        elif luck < 0.15:
+            both("join", [client])
+        elif client in ours.open and luck < 0.4:
+            both("lost", client)
+        elif client in ours.open:
+            number = ours.open[client][-1].number
+            both("receive", Update(client, number, torch.ones(2), 10))
+    assert theirs.version
+
+
+def test_those_in_training_are_listed_once_before_the_first_step():
+    server = Server(ACE(), Context(torch.zeros(2), [10] * 50, TASK, seed=0))
+    sent = {action.client: action.number for action in server.join(range(50))}
+    looked, age = [], server._age
+    server._age = lambda sent: looked.append(sent) or age(sent)
+    for client in (*range(1, 50), *range(1, 50)):
+        [action] = server.receive(Update(client, sent[client], torch.ones(2), 10))
+        sent[client] = action.number
+    assert not server.strategy.started
+    assert len(looked) == 49 + 2 * 49  # once, and each update's own
+
+
 # -- uploads and memory ----------------------------------------------------------------------------
 
 

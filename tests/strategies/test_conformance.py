@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from polytempo import Context, Server, Task, Update
+from polytempo import Context, PolytempoError, Server, Task, Update
 from polytempo.core.bank import PLAIN_STORAGE, ModelBank, Storage
 from polytempo.core.events import as_dict
 from polytempo.core.messages import Dispatch
+from polytempo.core.optimizer import Adam
 from polytempo.core.registry import default_of
+from polytempo.core.strategy import Strategy
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import TwoSpeed
 from polytempo.storage import load_state, mapped, save_state
-from polytempo.strategies import STRATEGIES
+from polytempo.strategies import STRATEGIES, FedAvg
 
 SAMPLES = [12, 30, 7, 21, 16, 9]
 INITIAL = torch.linspace(-1, 1, 10)
@@ -350,3 +352,45 @@ def test_it_learns(name, small):
     history = finish(simulator(name, small), rounds=200)[1]
     assert history[-1]["accuracy"] > history[0]["accuracy"] + 0.05
     assert 0 <= history[-1]["accuracy_worst10"] <= history[-1]["accuracy"] <= 1
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def served(spec: str | Strategy, **task) -> Server:
+    context = Context(INITIAL.clone(), SAMPLES, Task(**task), seed=3)
+    return Server(STRATEGIES.create(spec), context)
+
+
+UPLOAD_GRADIENTS = {name for name in NAMES if served(name).strategy.task(0).upload == "gradient"}
+
+
+@only(UPLOAD_GRADIENTS)
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_where_a_gradient_is_uploaded_an_optimizer_that_could_not_act_is_refused(name, optimizer):
+    message = f"^{name} has its clients upload a gradient.* use --optimizer sgd, not {optimizer}$"
+    with pytest.raises(PolytempoError, match=message):
+        served(name, optimizer=optimizer)
+    served(name, keep_optimizer=True)  # a client's own part has moments to keep
+
+
+@only(UPLOAD_GRADIENTS - {"fedsgd", "ace-incremental"})
+def test_so_it_is_where_some_steps_of_plain_sgd_stand_for_gradients(name):
+    with pytest.raises(PolytempoError, match=f"^{name} derives .* use --optimizer sgd, not adam$"):
+        served(f"{name}:local_steps=3", optimizer="adam")
+    served(f"{name}:local_steps=3", keep_optimizer=True)  # they have no momentum
+
+
+@only(set(NAMES) - UPLOAD_GRADIENTS - {"fedac"})
+def test_where_clients_train_their_optimizer_is_the_one_that_was_asked_for(name):
+    server = served(name, optimizer="adam")
+    assert server.strategy.task(0).optimizer == Adam()
+
+
+def test_the_rule_holds_for_a_users_own_strategy():
+    class Own(FedAvg):
+        def task(self, client):
+            return replace(super().task(client), upload="gradient")
+
+    with pytest.raises(PolytempoError, match=r"Own has its clients upload a gradient"):
+        served(Own(), optimizer="adam")

@@ -235,6 +235,34 @@ def test_multicast_respects_the_budget():
     assert list(small.refresh(three)) == []
 
 
+@given(
+    taus=st.lists(st.integers(0, 60), max_size=8),
+    omega=st.sampled_from([0, 1, 50, 2500, 9000]),
+    budget=st.integers(0, 9),
+)
+def test_multicast_is_the_first_group_that_exceeds_omega_within_the_budget(taus, omega, budget):
+    pace = ready(omega=omega, bandwidth_mhz=(budget + 0.5) * D * 4 * 8 / 0.3 / math.log2(11) / 1e6)
+    assert pace.budget == budget
+    flights = in_flight(**{f"c{client}": tau for client, tau in enumerate(taus)})
+    groups = (flights[:size] for size in range(1, min(budget, len(flights)) + 1))
+    wanted = (g for g in groups if sum(flight.staleness.rounds**2 for flight in g) > omega)
+    assert list(pace.refresh(flights)) == [flight.client for flight in next(wanted, [])]
+
+
+def test_those_in_training_are_looked_at_as_far_as_needed():
+    class Counted(list):
+        def __iter__(self):
+            for flight in super().__iter__():
+                looked.append(flight)
+                yield flight
+
+    for tau, expected in ((49, 2), (1, 1), (0, 1)):
+        looked: list[InFlight] = []
+        many = Counted(InFlight(client, Staleness(tau, tau)) for client in range(1000))
+        assert len(ready().refresh(many)) == (2 if tau == 49 else 0)
+        assert len(looked) == expected
+
+
 # -- switches -----------------------------------------------------------------------------------
 
 

@@ -186,6 +186,10 @@ class Visits(ClientStep):
     def uploads(self) -> Mapping[str, int]:
         return {"visits": 1, "came": 1, "length": 1, "classes": 1}
 
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        return "visits", "last"
+
     def before(self, session: Session) -> None:
         if len(session.targets()) % 2:
             session.frozen = torch.arange(session.parameters) < self.still

@@ -119,7 +119,7 @@ def test_what_was_saved_goes_on_bit_for_bit(small, tmp_path):
     again.load_state_dict(load_state(tmp_path / "learner.safetensors"))
     again.steps(9)
     assert torch.equal(again.params, whole.params)
-    assert torch.equal(again.memory["momentum"], whole.memory["momentum"])
+    assert torch.equal(again.memory["optimizer.momentum"], whole.memory["optimizer.momentum"])
     assert again.iteration == whole.iteration
 
 

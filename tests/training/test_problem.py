@@ -30,6 +30,7 @@ from polytempo.training.problem import (
     Score,
     problem_for,
 )
+from solving import WithoutDoubles
 
 
 def batch(problem: str, samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -369,3 +370,19 @@ def test_the_examples_of_the_documentation_work():
     merged = Score(problem.sums(outputs[:30], y[:30])) + Score(problem.sums(outputs[30:], y[30:]))
     expected = reference.balanced_accuracy_score(y, outputs.argmax(1))
     assert problem.metrics[0].value(merged.sums) == pytest.approx(expected)
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+IN_DOUBLES = {
+    "regression": Regression(),
+    "own": Problem.of(functional.mse_loss, lambda outputs, y: (outputs - y).abs()),
+}
+
+
+@pytest.mark.parametrize("name", IN_DOUBLES)
+def test_sums_of_a_device_without_doubles_are_those_of_the_cpu(name):
+    problem, (outputs, y) = IN_DOUBLES[name], batch("regression", 9)
+    there = (part.as_subclass(WithoutDoubles) for part in (outputs, y))
+    assert problem.sums(*there) == problem.sums(outputs, y)

@@ -2,6 +2,7 @@
 
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -132,7 +133,7 @@ def test_jobs_travel_with_all_that_they_bring_and_outcomes_with_all_that_they_ha
     for (upload, extras, memory), expected in zip(found, solver.carry_out(jobs), strict=True):
         assert torch.equal(upload, expected.upload)
         assert torch.equal(extras["mask"], expected.extras["mask"])
-        assert memory.keys() == {PERSONAL, "momentum"}
+        assert memory.keys() == {PERSONAL, "optimizer.momentum"}
         assert all(torch.equal(memory[name], expected.memory[name]) for name in memory)
     assert not torch.equal(found[1].upload, upload_of(solver, replace(jobs[1], vectors={})))
 
@@ -211,6 +212,56 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
         pool.receive()
     assert "\n" not in str(died.value)
     assert ray.is_initialized()  # as before
+
+
+SCRIPT = """
+from dataclasses import replace
+
+from polytempo import Federation
+from polytempo.core.objective import Objective
+from polytempo.models import Inputs, build
+from polytempo.simulation import Simulator
+from polytempo.strategies import FedAvg
+from polytempo.training import make_executor
+from polytempo.training.problem import Classification
+
+
+class Decay(Objective):
+    def add_gradient(self, theta, anchor, grad):
+        grad.add_(theta, alpha=0.5)
+
+
+class Twice(Classification):
+    def loss(self, outputs, targets, reduction="mean"):
+        return 2 * super().loss(outputs, targets, reduction)
+
+
+class Mine(FedAvg):
+    def task(self, client):
+        return replace(super().task(client), objective=Decay())
+
+
+data = "synthetic:groups=2,kind=permutation,samples=24,features=12,classes=4"
+federation = Federation.load(data, clients=4, seed=1)
+for backend in ("serial", "ray"):
+    module = build("linear", Inputs((12,), 4), seed=1)
+    executor = make_executor(module, federation, 0, problem=Twice(), name=backend)
+    simulator = Simulator(federation, module, Mine(), backend=executor)
+    simulator.run(8)
+    print(backend, simulator.fingerprint)
+"""
+
+
+def test_what_a_script_defines_itself_reaches_the_workers(cluster, tmp_path):
+    """No worker can import it: `__main__` is another module there."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split() for line in done.stdout.splitlines())
+    assert lines.keys() == {"serial", "ray"} and lines["serial"] == lines["ray"]
 
 
 def test_more_workers_than_processors(cluster, small):

@@ -1,6 +1,7 @@
 """However a training is cut in pieces, the bits are the same; what a client keeps, it keeps."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from test_vocabulary import FEDERATION as TEXTS
 from test_vocabulary import PADDED, text_model
 from torch import Tensor, nn
 
-from polytempo import Federation, Proximal, Task
-from polytempo.core.client_steps import ClientStep
+from polytempo import Federation, PolytempoError, Proximal, Task
+from polytempo.core.client_steps import ClientStep, Mask
 from polytempo.core.layout import Parts
 from polytempo.core.messages import Dispatch
 from polytempo.core.optimizer import Adam, AdamW, Sgd
@@ -125,7 +126,7 @@ def test_a_session_leaves_its_job_as_it_was(small):
     before = job.params.clone(), {name: value.clone() for name, value in job.memory.items()}
     [found] = solver.carry_out([job])
     assert torch.equal(job.params, before[0])
-    assert job.memory.keys() == before[1].keys() == {PERSONAL, "momentum"}
+    assert job.memory.keys() == before[1].keys() == {PERSONAL, "optimizer.momentum"}
     for name, value in job.memory.items():
         assert torch.equal(value, before[1][name])
         assert not torch.equal(found.memory[name], value)
@@ -195,6 +196,38 @@ def test_who_keeps_something_has_to_train_all_of_it(small):
         assert [swap.step for swap in found.swaps] == [2, 6]
         tail = replace(job, params=job.params, first_step=6)
         assert not torch.equal(upload_of(solver, found), upload_of(solver, tail))
+
+
+class Received(ClientStep):
+    """How many models the client has been sent, multicasts included."""
+
+    @property
+    def keeps(self):
+        return ("received",)
+
+    def before(self, session):
+        session.memory["received"] = session.memory.get("received", torch.zeros(1)) + 1
+
+
+@pytest.mark.parametrize("before", [{}, {"received": torch.full((1,), 7.0)}])
+def test_what_steps_have_kept_before_a_multicast_is_not_forgotten(small, before):
+    """In the first training too, when there is no memory yet: as a client does that was there."""
+    solver = AutogradSolver(network(), small, SEED)
+    job = job_of(solver, replace(TASK, client_steps=(Mask(0.5), Received())), memory=before)
+    other = moved(job.params)
+    session = solver.begin(job)
+    session.advance(3)
+    session.swap(other, {})
+    session.advance()
+    [found] = solver.carry_out([job.swapped(3, sent(job, other))])
+    assert_same(found, session.finish())
+    assert found.memory["received"].item() == sum(before.values()) + 2
+
+
+def test_steps_that_keep_nothing_need_no_history(small):
+    solver = AutogradSolver(network(), small, SEED)
+    job = job_of(solver, replace(TASK, client_steps=(Mask(0.5),)))
+    assert job.swapped(3, sent(job, moved(job.params))).swaps == ()
 
 
 def by_hand(
@@ -274,7 +307,31 @@ def test_a_kept_optimiser_is_torchs_own_with_its_state(small, parts, name, keep)
     torch.testing.assert_close(found.upload, vector_of(shared), rtol=1e-8, atol=1e-10)
     if parts is HEAD:
         torch.testing.assert_close(found.memory[PERSONAL], vector_of(module.head))
-    assert (found.memory.keys() - {PERSONAL} == set(ours.kept)) == keep
+    kept = {f"optimizer.{name}" for name in ours.kept}
+    assert (found.memory.keys() - {PERSONAL} == kept) == keep
+
+
+class Momentum(ClientStep):
+    """Of its own, by the name that an optimiser has for its."""
+
+    @property
+    def keeps(self):
+        return ("momentum",)
+
+    def after(self, session):
+        session.memory["momentum"] = session.memory.get("momentum", torch.zeros(2)) + 1
+
+
+def test_what_a_step_keeps_is_not_what_an_optimiser_keeps_by_the_same_name(small):
+    solver = AutogradSolver(network(), small, SEED)
+    plain = job_of(solver, replace(TASK, keep_optimizer=True))
+    both = replace(plain, task=replace(plain.task, client_steps=(Momentum(),)))
+    for _ in range(2):
+        [found], [expected] = solver.carry_out([both]), solver.carry_out([plain])
+        both, plain = replace(both, memory=found.memory), replace(plain, memory=expected.memory)
+    assert torch.equal(found.upload, expected.upload)
+    assert found.memory["momentum"].tolist() == [2.0, 2.0]
+    assert torch.equal(found.memory["optimizer.momentum"], expected.memory["optimizer.momentum"])
 
 
 @pytest.mark.parametrize("optimizer", [Sgd(), Adam(), AdamW()], ids=lambda o: type(o).__name__)
@@ -378,5 +435,65 @@ def test_a_step_that_changes_memory_in_place_leaves_the_job_as_it_was(small):
 class Counts(ClientStep):
     """How often the client has trained."""
 
+    @property
+    def keeps(self):
+        return ("n",)
+
     def after(self, session):
         session.memory["n"] += 1
+
+
+class Keeps(ClientStep):
+    """Whatever it was told to, before the training or after it."""
+
+    value: Any = None
+    names: tuple[str, ...] = ("mine",)
+    early: bool = False
+
+    @property
+    def keeps(self):
+        return self.names
+
+    def before(self, session):
+        if self.early:
+            session.memory["mine"] = self.value
+
+    def after(self, session):
+        if not self.early:
+            session.memory["mine"] = self.value
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.zeros(2, 3), r"torch.float32 of shape \[2, 3\]"),
+        (torch.tensor(1.0), r"torch.float32 of shape \[\]"),
+        (torch.zeros(0), r"torch.float32 of shape \[0\]"),
+        (torch.arange(3), r"torch.int64 of shape \[3\]"),
+        ([1.0, 2.0], "a list"),
+    ],
+)
+def test_what_cannot_be_kept_names_the_step_the_name_and_the_shape(small, value, found, early):
+    solver = AutogradSolver(network(), small, SEED)
+    steps = (Mask(0.5), Keeps(value, early=early))
+    with pytest.raises(PolytempoError, match=rf"step Keeps keeps 'mine' as {found}; expected"):
+        solver.carry_out([job_of(solver, replace(TASK, client_steps=steps))])
+
+
+def test_a_step_says_what_it_keeps(small):
+    """By that, a training knows whether it can forget what a multicast has replaced."""
+    solver = AutogradSolver(network(), small, SEED)
+    silent = replace(TASK, client_steps=(Keeps(torch.ones(1), names=()), Mask(0.5)))
+    with pytest.raises(PolytempoError, match=r"Keeps stored 'mine' .* `keeps`"):
+        solver.carry_out([job_of(solver, silent)])
+    with pytest.raises(PolytempoError, match="two client steps keep 'n'"):
+        replace(TASK, client_steps=(Counts(), Counts()))
+
+
+@pytest.mark.parametrize("name", [PERSONAL, "optimizer.momentum"])
+def test_names_of_the_clients_own_part_and_of_its_optimiser_are_taken(small, name):
+    solver = AutogradSolver(network(), small, SEED)
+    task = replace(TASK, client_steps=(Keeps(torch.ones(1), names=(name,)),))
+    with pytest.raises(PolytempoError, match=f"client step Keeps keeps '{name}'.* another"):
+        solver.carry_out([job_of(solver, task)])

@@ -14,7 +14,7 @@ from polytempo.core.objective import Drift
 from polytempo.core.optimizer import Sgd
 from polytempo.models import Inputs, build
 from polytempo.training import AutogradSolver, Exam, Job
-from solving import upload_of
+from solving import WithoutDoubles, upload_of
 
 SEED, VOCABULARY, LENGTH, CLASSES = 4, 40, 9, 3
 PADDED, UNPADDED, EVERY_WORD, NO_WORD, ONE_TEXT = range(5)  # clients
@@ -371,3 +371,12 @@ def test_the_received_model_is_not_written_to():
     for upload in ("model", "delta", "gradient"):
         upload_of(fast, replace(job, task=replace(TASK, upload=upload)))
     assert torch.equal(job.params, before)
+
+
+def test_a_device_without_doubles_finds_the_same_part():
+    solver = AutogradSolver(text_model(torch.float32), FEDERATION, SEED)
+    tokens, params = FEDERATION.x[FEDERATION.train[PADDED]], solver.layout.read()
+    expected = solver.vocabulary.part(tokens, params)
+    found = solver.vocabulary.part(*(part.as_subclass(WithoutDoubles) for part in (tokens, params)))
+    assert found.rest == expected.rest > 0
+    assert torch.equal(found.theta, expected.theta)

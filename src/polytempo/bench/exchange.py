@@ -23,7 +23,8 @@ from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.link import Link
 from polytempo.network.session import Address, Certificates, free_ports
 from polytempo.network.wire import Wire
-from polytempo.nodes import DECISIONS, FusionRule, Pairing, PeerNode, RoundEnded, Snapshot
+from polytempo.nodes import DECISIONS, FusionRule, Pairing, PeerNode, Snapshot
+from polytempo.nodes.protocol import RoundEnded
 
 PARAMETERS = (62_006, 325_000, 11_250_000)  # 0.25, 1.3 and 45 MB: LeNet, a CNN, ResNet-18
 _PATIENCE = 30.0  # seconds for the other process to end

@@ -32,6 +32,10 @@ def in_words(event: dict[str, Any]) -> str | None:
             return f"starts with {event['others']} of {event['expected']} other peers"
         case "refused":
             return f"refused: {event['why']}"
+        case "stuck":
+            return (
+                f"leaves without waiting any longer for its threads: {', '.join(event['threads'])}"
+            )
     return None
 
 

@@ -59,8 +59,11 @@ def data_command(
     if as_json:
         output.print_json(data=figures)
     else:
+        width = max(len(key) for key in figures)
         for key, value in figures.items():
-            line = f"{key.replace('_', ' '):>18}  {escape(str(value))}"
+            text = f"{value:.2f}" if isinstance(value, float) else str(value)
+            text = "-" if value is None else escape(text)
+            line = f"{key.replace('_', ' '):>{width}}  {text}"
             output.print(line, highlight=False, soft_wrap=True)
         if out is None and federation.labelled:
             output.print("[dim]add --out labels.png for a plot of the labels per client[/]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,8 @@ from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, make_config, read_config
-from polytempo.experiments.peer import EXCHANGE_SECONDS, PEER_SETTINGS, SAVE_ROUNDS, run_peer
+from polytempo.experiments.peer import EXCHANGE_SECONDS, SAVE_ROUNDS, run_peer
+from polytempo.experiments.peer_settings import PEER_SETTINGS
 from polytempo.experiments.run import interruptible
 from polytempo.network.session import Address, Certificates, require_network
 
@@ -157,21 +159,13 @@ def peers_command(
 
     options = ["--wait", "--save-every", str(save_every), "--pause", str(pause)]
     options += ["--exchange-timeout", str(exchange_timeout)]
-    group = Group(chosen, out.expanduser(), tls=tls, options=options, watch=watch)
     shown = Live(get_renderable=board.table, console=notes, refresh_per_second=4)
-    with interruptible() as interrupted:
-        if live:
-            shown.start()
-        try:
+    with Group(chosen, out.expanduser(), tls=tls, options=options, watch=watch) as group:
+        with interruptible() as interrupted, shown if live else nullcontext():
             for number in range(local):
                 group.start(number)
-        except BaseException:
-            group.stop()
-            raise
-        finally:
             group.wait(interrupted.is_set)
-            shown.stop()
-    summary = group.result()
+        summary = group.result()
     if as_json:
         output.print_json(data=summary)
     else:

@@ -87,8 +87,12 @@ class ModelBank:
         self.origin = torch.zeros_like(initial) if origin is None else origin.clone()
         self.storage = storage
         self._slots = np.zeros(clients, dtype=np.int64)  # of each client: the number of its row
-        self._squares = np.zeros(1)  # of each row: its squared norm
-        self._revisions = np.zeros(1, dtype=np.int64)  # of each row: which change was its last
+        self._distinct = 1  # rows: never more than clients, for each is somebody's
+        # with room for rows to come, so that a new one copies nothing
+        self._room_squares = np.zeros(clients)
+        self._room_revisions = np.zeros(clients, dtype=np.int64)
+        self._room_owners = np.zeros(clients, dtype=np.int64)
+        self._owners[0] = clients
         self._changes = 0
 
         size = len(initial)
@@ -118,8 +122,11 @@ class ModelBank:
 
     def set(self, client: int, vector: Tensor) -> None:
         """Replace the client's vector."""
-        if np.count_nonzero(self._slots == self._slots[client]) > 1:
-            self._slots[client] = self._copies(self._slots[[client]])[0]
+        shared = self._slots[client]
+        if self._owners[shared] > 1:
+            self._slots[client] = own = self._copies(self._slots[[client]])[0]
+            self._owners[shared] -= 1
+            self._owners[own] = 1
         self._write(self._slots[client], vector - self.origin)
 
     def mix(self, vector: Tensor, weights: FloatArray) -> None:
@@ -205,6 +212,21 @@ class ModelBank:
 
     # -- rows --------------------------------------------------------------------------------------
 
+    @property
+    def _squares(self) -> FloatArray:
+        """Of each row: its squared norm."""
+        return self._room_squares[: self._distinct]
+
+    @property
+    def _revisions(self) -> IntArray:
+        """Of each row: which change was its last."""
+        return self._room_revisions[: self._distinct]
+
+    @property
+    def _owners(self) -> IntArray:
+        """Of each row: how many clients have it."""
+        return self._room_owners[: self._distinct]
+
     def _split(self, weights: FloatArray) -> FloatArray:
         """The weight of each row, once clients that share one but differ in weight have parted."""
         shares = np.zeros_like(self._squares)
@@ -215,15 +237,17 @@ class ModelBank:
         # complex numbers are sorted by their real, then their imaginary part: as pairs
         pairs, which = np.unique(self._slots[apart] + 1j * weights[apart], return_inverse=True)
         self._slots[apart] = self._copies(pairs.real.astype(np.int64))[which]
+        self._owners[:] = np.bincount(self._slots)
         return np.append(shares, pairs.imag)
 
     def _copies(self, slots: IntArray) -> IntArray:
         """New rows, equal to these."""
-        new = np.arange(len(slots)) + len(self._squares)
-        self._squares = np.append(self._squares, self._squares[slots])
-        self._revisions = np.append(self._revisions, self._revisions[slots])
+        new = np.arange(len(slots)) + self._distinct
         for source, target in zip(slots, new, strict=True):
             self._row(target).copy_(self._row(source))
+        self._distinct += len(slots)
+        self._squares[new] = self._squares[slots]
+        self._revisions[new] = self._revisions[slots]
         return new
 
     def _row(self, slot: int | np.integer) -> Tensor:
@@ -300,9 +324,10 @@ class ModelBank:
                 f"{len(self)} with {len(self.origin)}; start a new run"
             )
         self._slots[:] = slots
-        self._squares = np.array(state["squares"])
+        self._distinct = len(state["squares"])
+        self._squares[:] = state["squares"]
+        self._owners[:] = np.bincount(slots)
         self.origin.copy_(origin)
-        self._revisions = np.zeros(len(self._squares), dtype=np.int64)
         self._format.draws = state.get("draws", 0)
         rows = (row for run in state["rows"] for row in run)
         for slot, row in zip(range(len(self._squares)), rows, strict=True):

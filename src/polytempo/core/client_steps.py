@@ -1,8 +1,8 @@
 """What a client does before and after its local steps.
 
-A client step is plain data: it travels with the task. It says what it uploads and what it costs,
-and is handed the training session in which it takes part. Steps are done in the order in which the
-task names them; `before` again when a multicast brings a new model.
+A client step is plain data: it travels with the task. It says what it uploads, what it keeps and
+what it costs, and is handed the training session in which it takes part. Steps are done in the
+order in which the task names them; `before` again when a multicast brings a new model.
 
     @CLIENT_STEPS.register("mine")
     class Norm(ClientStep):
@@ -35,7 +35,7 @@ class Session(Protocol):
 
     received: Tensor  # the model to train, as it travels
     vectors: Mapping[str, Tensor]  # what came with it
-    memory: dict[str, Tensor]  # what the client remembers from one training to the next
+    memory: dict[str, Tensor]  # what the client remembers from one training to the next: vectors
     extras: dict[str, Tensor]  # what is uploaded along with the update
     frozen: Tensor | None  # True for trained parameters of the model that are to stay as they are
 
@@ -74,6 +74,12 @@ class ClientStep(Options):
     def uploads(self) -> Mapping[str, int]:
         """What it uploads: names, and the number of rows of each."""
         return {}
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """What it keeps in the client's memory: the names. Each is a vector of floats, of one
+        length for all clients, and absent until the step has stored it there."""
+        return ()
 
     @property
     def cost(self) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, ClassVar
 
+from polytempo.core.metric import finite
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -192,11 +194,16 @@ _SPELLINGS = {kind: _spelling(kind) for kind in KINDS.values()}
 
 
 def as_dict(event: Event) -> dict[str, Any]:
-    """The event as a line of the log holds it: its fields, and its kind as "event"."""
+    """The event as a line of the log lists it: its fields, and its kind as "event"."""
     keys, values = _SPELLINGS[type(event)]
     return dict(zip(keys, values(event), strict=True))
 
 
 def to_json(event: Event) -> str:
-    """The event as a line of the log, without the end of the line."""
-    return json.dumps(as_dict(event))
+    """The event as a line of the log, without the end of the line. JSON knows neither infinity nor
+    NaN: they become null."""
+    found = as_dict(event)
+    try:
+        return json.dumps(found, allow_nan=False)
+    except ValueError:
+        return json.dumps({key: finite(value) for key, value in found.items()}, allow_nan=False)

@@ -98,9 +98,9 @@ class InFlight:
 
 
 class InFlights(Protocol):
-    """The clients in training, most stale first; those of equal staleness as they were sent their
-    models. It is read from the server lazily, so that a reader that stops early pays only for
-    what it has looked at. Valid only during the call that it is handed to."""
+    """The clients in training, most stale first; those of equal staleness by their ids (those whose
+    staleness is 0 in any order). It is read from the server lazily, so that a reader that stops
+    early pays only for what it has looked at. Valid only during the call that it is handed to."""
 
     def __len__(self) -> int: ...
 

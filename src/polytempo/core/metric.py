@@ -93,4 +93,14 @@ class MetricInfo:
         return text + (unit if spread is None else f" ± {scale * spread:{form}}{unit}")
 
 
+def finite(value: Any) -> Any:
+    """The value as JSON knows it: None in the place of infinity (which is what the perplexity of a
+    model gone astray may be) and NaN, in lists and dictionaries too."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 ACCURACY = MetricInfo("accuracy", "accuracy", "higher", True)  # what papers are compared by

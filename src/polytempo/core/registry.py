@@ -76,6 +76,8 @@ def explain(error: pydantic.ValidationError, known: Iterator[str] | list[str]) -
         return f"unknown option {where!r}{nearest(where, known)}"
     if first["type"] in ("missing", "missing_argument"):
         return f"the option {where!r} is required: write {where}=..."
+    if first["type"] == "tuple_type":
+        return f"{where} is a list: write {where}=[{first['input']}]"
     return f"{where}: {first['msg']}, got {first['input']!r}" if where else first["msg"]
 
 

@@ -22,8 +22,8 @@ Theory of operation
 5. An update is checked in full before anything changes, against what its own dispatch asked for.
    What is refused leaves no trace.
 6. A message costs the same however many clients exist or are in training. `open` is kept in
-   the order of the last dispatch, so that it is ordered by staleness without being sorted; idle
-   clients are a set of their own.
+   the order of the last dispatch, so that it is ordered by staleness without being sorted; and one
+   of the idle clients is drawn without listing them (`core/idle.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 
 from polytempo.core.errors import PolytempoError, Refused
+from polytempo.core.idle import IdleClients
 from polytempo.core.messages import (
     Action,
     Dispatch,
@@ -47,10 +49,10 @@ from polytempo.core.messages import (
 )
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Constant, Schedule
-from polytempo.core.strategy import Context, Refill, State, Strategy
+from polytempo.core.strategy import STRATEGIES, Context, Refill, State, Strategy
 from polytempo.core.task import TASKS, Task
 
-MANY = 1_000  # clients: among more, it would take long to list those that are idle
+MANY = 1_000  # clients: among more, trying a few is quicker than finding a rank
 
 
 class Open(NamedTuple):
@@ -92,12 +94,15 @@ class Server:
         self.version = 0
         self.members: set[int] = set()
         self.known: set[int] = set()  # who is, or has been, a member
-        self.idle: set[int] = set()  # members that are not in training
-        # By client; who was sent something last comes last. (A plain dict is slow at its beginning
-        # once many entries there are gone.)
+        self.idle = IdleClients(context.clients)  # members that are not in training
+        # By client; who was sent something last comes last, in earlier rounds by id. (A plain dict
+        # is slow at its beginning once many entries there are gone.)
         self.open: OrderedDict[int, list[Open]] = OrderedDict()
         self.dispatches = 0  # sent so far
         strategy.setup(context)
+        task = strategy.task(0)
+        if task.upload == "gradient":
+            task.plain_sgd(STRATEGIES.describe(strategy)["name"])
 
     # -- what happens to clients ---------------------------------------------------------------
 
@@ -112,7 +117,9 @@ class Server:
         new = sorted(joining - self.known) if self.round and self.refill != "cohort" else []
         self.members |= joining
         self.known |= joining
-        self.idle |= joining - self.open.keys()
+        for client in joining:
+            if client not in self.open:
+                self.idle.add(client)
         return [*(self._send(client, self.strategy.model_for) for client in new), *self._fill()]
 
     def leave(self, client: int) -> list[Action]:
@@ -138,6 +145,7 @@ class Server:
         sent = self._check(update)
         update = replace(update, asked=sent.task)
         self.version += self.strategy.fold(update, self._age(sent))
+        self._sort_latest()
         self.round += 1
         return self._close(update.client, self.strategy.reply_to)
 
@@ -153,6 +161,13 @@ class Server:
     def in_flight(self) -> InFlights:
         """The clients in training, most stale first, by what they were last sent."""
         return _InFlights(self)
+
+    def _sort_latest(self) -> None:
+        """The round is over: put the clients that were sent something in it, the last of `open`, in
+        the order of their ids. So all of `open` is in order, and each dispatch was sorted once."""
+        latest = takewhile(lambda c: self.open[c][-1].round == self.round, reversed(self.open))
+        for client in sorted(latest):
+            self.open.move_to_end(client)
 
     def _close(self, client: int, model: Callable[[int], torch.Tensor]) -> list[Action]:
         """The client's training is over; `model` says what it is sent if it is answered at once."""
@@ -187,9 +202,8 @@ class Server:
             for client in stream.integers(self.context.clients, size=32).tolist():
                 if client in self.idle:
                     return [self._send(client, self.strategy.model_for)]
-        idle = sorted(self.idle)  # few, or many are to be started
-        chosen = stream.choice(idle, size=min(free, len(idle)), replace=False)
-        return [self._send(int(client), self.strategy.model_for) for client in chosen]
+        ranks = stream.choice(len(self.idle), size=min(free, len(self.idle)), replace=False)
+        return [self._send(client, self.strategy.model_for) for client in self.idle.at(ranks)]
 
     def _send(
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False
@@ -282,7 +296,9 @@ class Server:
             (client, [Open(n, r, v, TASKS.create(task)) for n, r, v, task in all_sent])
             for client, all_sent in state["open"]
         )
-        self.idle = self.members - self.open.keys()
+        self.idle = IdleClients(self.context.clients)
+        for client in self.members - self.open.keys():
+            self.idle.add(client)
         self.dispatches = state["dispatches"]
         self.strategy.load_state_dict(state["strategy"])
 

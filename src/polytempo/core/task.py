@@ -49,10 +49,12 @@ class Task(Options):
     client_steps: tuple[Annotated[ClientStep, BeforeValidator(CLIENT_STEPS.create)], ...] = ()
 
     def __post_init__(self) -> None:
-        names = [name for step in self.client_steps for name in step.uploads]
-        for name in names:
-            if names.count(name) > 1:
-                raise PolytempoError(f"two client steps upload {name!r}: give one another name")
+        uploads = [name for step in self.client_steps for name in step.uploads]
+        keeps = [name for step in self.client_steps for name in step.keeps]
+        for verb, names in (("upload", uploads), ("keep", keeps)):
+            for name in names:
+                if names.count(name) > 1:
+                    raise PolytempoError(f"two client steps {verb} {name!r}: give one another name")
 
     @property
     def extras(self) -> dict[str, int]:
@@ -60,14 +62,16 @@ class Task(Options):
         return {name: rows for step in self.client_steps for name, rows in step.uploads.items()}
 
     def plain_sgd(self, who: str) -> Sgd:
-        """The optimizer, for a method that concludes from a client's steps what its gradients were;
-        an error if that cannot be done."""
+        """The optimizer, for a method that is after a client's gradients: uploaded as such, with no
+        step for an optimizer to take, or concluded from its steps. An error if that cannot be."""
+        gradient = self.upload == "gradient"
         if type(self.optimizer) is not Sgd:
-            raise PolytempoError(
-                f"{who} derives gradients from the steps of plain SGD; use --optimizer sgd, not "
-                f"{self.optimizer.name}"
-            )
-        if self.keep_optimizer and self.optimizer.momentum:
+            why = "derives gradients from the steps of plain SGD"
+            if gradient:
+                why = "has its clients upload a gradient, with no step for an optimizer to take"
+            name = self.optimizer.name or type(self.optimizer).__name__
+            raise PolytempoError(f"{who} {why}; use --optimizer sgd, not {name}")
+        if self.keep_optimizer and self.optimizer.momentum and not gradient:
             raise PolytempoError(
                 f"{who} cannot tell momentum that a client kept from its last training from the "
                 "gradients of this one; omit --keep-optimizer, or use --momentum 0"
@@ -83,6 +87,12 @@ class Task(Options):
         normalisation cannot train on one sample)."""
         full, rest = divmod(samples, self.batch_size)
         return max(1, full + (rest > 1))
+
+    def end_of_epoch(self, step: float, samples: int) -> int:
+        """The step at which the epoch ends that is in progress after so many steps, which need not
+        be whole: where an urgent request ends a training."""
+        epoch = self.batches(samples)
+        return (math.floor(step / epoch) + 1) * epoch
 
     def total_steps(self, samples: int) -> int:
         """Steps of the whole task on a client with that many training samples."""

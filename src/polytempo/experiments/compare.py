@@ -16,6 +16,7 @@ from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.data import Federation
 from polytempo.experiments.config import RunConfig, difference, make_config, read_config
+from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
     CLUSTERS,
     RunResult,
@@ -82,10 +83,10 @@ class Comparison:
         return [
             {
                 "strategy": label,
-                "handed": spread([r.summary[metric.name] for r in found], metric),
+                "handed": spread([r.value for r in found], metric),
                 "best": spread([self._best(r) for r in found], metric),
                 "adapted": spread([r.adapted for r in found], metric, none="-"),
-                "worst 10%": spread([r.summary[worst] for r in found], metric),
+                "worst 10%": spread([r.history[-1][worst] for r in found], metric),
                 "seconds": spread([r.summary["simulated_time"] for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
                 **of_clusters(found, clustered),
@@ -155,6 +156,7 @@ def settle(
 ) -> RunResult:
     """The result of a run, without its models: read from the folder, resumed there, or run from
     the start. A folder with other settings is refused."""
+    config = of_comparison(config)
     federation = load(config)
     if holds_run(place):
         result = _continue(place, config, federation, observer)

@@ -12,11 +12,12 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Context
-from polytempo.experiments.config import FEDERATION, RunConfig, write_config
+from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.peer_settings import networked
 from polytempo.experiments.result import write_table
 from polytempo.experiments.run import load_federation
 from polytempo.files import replace_text
@@ -26,17 +27,11 @@ from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import check_name
-from polytempo.strategies.p2p import P2P
-from polytempo.training import AutogradSolver, Learner, Score
+from polytempo.training import AutogradSolver, Learner, Score, find_device
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
-PEER_SETTINGS = (  # those of a run that matter to a peer, in addition to its strategy
-    *FEDERATION,
-    *("model", "problem", "buffers", "personal", "freeze", "rounds", "messages", "batch_size"),
-    *("lr", "optimizer", "momentum", "weight_decay", "eval_every", "seed"),
-)
-FIXED = (
+FIXED = (  # with the data, the name of the run and the strategy: what makes a peer the same peer
     *("seed", "model", "problem", "buffers", "personal", "freeze", "batch_size", "lr"),
     "optimizer",
 )
@@ -78,11 +73,7 @@ def run_peer(
 
     `wait`: start once all clients of the federation are there, or after half a minute.
     """
-    strategy = config.make("strategy")
-    if strategy.engine != "peers":
-        name = config.strategy_table["name"]
-        raise PolytempoError(f"peers on a network need the strategy p2p, not {name}")
-    strategy = cast(P2P, strategy)
+    strategy = networked(config)
     check_name("peer", id)
     check_name("run", run)
     federation = load_federation(config)
@@ -91,7 +82,12 @@ def run_peer(
     inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(config.model, inputs, config.seed)
     solver = AutogradSolver(
-        module, federation, config.seed, config.parts(), problem=config.problem_on(federation)
+        module,
+        federation,
+        config.seed,
+        config.parts(),
+        find_device(config.device),
+        config.problem_on(federation),
     )
     task = config.task()
     strategy.setup(Context(solver.layout.read(), federation.samples, task, config.seed))
@@ -120,8 +116,11 @@ def run_peer(
         exchange_timeout=exchange_timeout,
         seed=config.seed,
     )
-    fixed = {"data": federation.digest, "client": client}
+    fixed = {"run": run, "data": federation.digest, "client": client}
     fixed |= {name: getattr(config, name) for name in FIXED}
+    fixed |= {
+        f"p2p:{option}": x for option, x in config.strategy_table.items() if option != "target"
+    }
     folder = Folder(out, id, watch)
     try:
         driver = Driver(learner, plan, partial(Link, address=address), folder, evaluate, fixed)

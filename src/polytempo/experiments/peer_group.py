@@ -18,9 +18,10 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.peer_settings import networked
 from polytempo.experiments.result import can_plot, write_table
 from polytempo.experiments.run import holds_run
-from polytempo.files import replace_text
+from polytempo.files import Claim, replace_text
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports
@@ -32,7 +33,8 @@ _PATIENCE = 60.0  # seconds for a pairing under way and the last evaluation, aft
 
 
 class Group:
-    """Starts the peers, passes on what they report, and ends them all.
+    """Starts the peers, passes on what they report, and ends them all. From the beginning to the
+    end of `with`, nobody else writes to the folder.
 
     `watch` is told every event of every peer, by threads of this group.
     """
@@ -47,26 +49,47 @@ class Group:
         watch: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
         assert config.clients is not None
+        networked(config)  # better said once, here, than by every peer
         self.names = [f"peer-{number}" for number in range(config.clients)]
-        if holds_run(out):
-            raise PolytempoError(f"{out} already holds a run; choose another --out, or delete it")
-        for name, file in product(self.names, (STATE, INCARNATION)):
-            if (out / name / file).exists():
-                raise PolytempoError(
-                    f"{out / name} already holds a peer ({file}), which this group would resume; "
-                    "choose another --out, or delete it"
-                )
         self.out, self.watch, self.options = out, watch, options
-        ports = free_ports(len(self.names))
-        self.where = [f"{'tls' if tls else 'tcp'}/127.0.0.1:{port}" for port in ports]
-        out.mkdir(parents=True, exist_ok=True)
-        write_config(out / "config.toml", config)
         self.certificates = out / "certificates" if tls else None
-        if self.certificates is not None:
-            make_certificates(self.certificates, dict.fromkeys(self.names, LOCAL))
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._readers: list[threading.Thread] = []
         self._asked = False  # to end
+        self._claim = Claim(out)
+        try:
+            self._must_be_new()
+            ports = free_ports(len(self.names))
+            self.where = [f"{'tls' if tls else 'tcp'}/127.0.0.1:{port}" for port in ports]
+            write_config(out / "config.toml", config)
+            if self.certificates is not None:
+                make_certificates(self.certificates, dict.fromkeys(self.names, LOCAL))
+        except BaseException:
+            self._claim.close()
+            raise
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever happened, no peer is left that writes to the folder."""
+        try:
+            self.stop()
+            self.wait()
+        finally:
+            self._claim.close()
+
+    def _must_be_new(self) -> None:
+        if holds_run(self.out):
+            raise PolytempoError(
+                f"{self.out} already holds a run; choose another --out, or delete it"
+            )
+        for name, file in product(self.names, (STATE, INCARNATION)):
+            if (self.out / name / file).exists():
+                raise PolytempoError(
+                    f"{self.out / name} already holds a peer ({file}), which this group would "
+                    "resume; choose another --out, or delete it"
+                )
 
     def start(self, number: int) -> subprocess.Popen[str]:
         """Start this peer, for the first time or again."""

@@ -6,7 +6,6 @@ import csv
 import importlib.util
 import io
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, nearest
-from polytempo.core.metric import MetricInfo
+from polytempo.core.metric import MetricInfo, finite
 from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
@@ -138,8 +137,8 @@ def summarise(
     history, metric = simulator.history, simulator.metric
     targets = TARGETS if metric.share and metric.better == "higher" else ()
     sent = simulator.messages
-    arrivals = max(1, simulator.round)
-    return RunResult(
+    stale = simulator.staleness
+    summary = finite(
         {
             "strategy": strategy["name"],
             "options": {key: value for key, value in strategy.items() if key != "name"},
@@ -158,8 +157,10 @@ def summarise(
                 **sent,
                 **{f"{kind}_bytes": size for kind, size in simulator.bytes.items()},
             },
-            "staleness_mean": sum(k * v for k, v in simulator.staleness.items()) / arrivals,
-            "staleness": {str(k): v for k, v in sorted(simulator.staleness.items())},
+            "staleness_mean": sum(k * v for k, v in stale.items()) / stale.total()
+            if stale
+            else None,  # peers fold no updates
+            "staleness": {str(k): v for k, v in sorted(stale.items())},
             "parameters": simulator.layout.size,
             "wall_seconds": dict(simulator.wall),
             "backend": simulator.backend.name,
@@ -167,11 +168,9 @@ def summarise(
             "peak_rss_mb": (peak_memory() + simulator.backend.worker_memory) / 2**20 or None,
             "fingerprint": simulator.fingerprint,
             "version": version("polytempo"),
-        },
-        history,
-        simulator,
-        interrupted,
+        }
     )
+    return RunResult(summary, history, simulator, interrupted)
 
 
 def _of_metrics(simulator: Engine) -> dict[str, float | None]:
@@ -188,8 +187,7 @@ def _of_metrics(simulator: Engine) -> dict[str, float | None]:
     for other in simulator.problem.metrics[1:]:
         pooled = f"{other.name}_weighted"
         found |= {other.name: final_value(history, other.name), pooled: last[pooled]}
-    # JSON knows no infinity, which is what the perplexity of a model gone astray may be.
-    return {key: v if v is not None and math.isfinite(v) else None for key, v in found.items()}
+    return found
 
 
 # -- the folder ---------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import nn
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.events import to_json
-from polytempo.core.schedule import Constant
 from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import (
@@ -28,6 +27,7 @@ from polytempo.experiments.config import (
     read_config,
     write_config,
 )
+from polytempo.experiments.peer_settings import refuse_server_settings
 from polytempo.experiments.result import RunResult, summarise, write_result
 from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build
@@ -61,8 +61,10 @@ def simulate(
     `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
     `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
     With `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
-    it had never stopped: call it as before, optionally for more rounds. Data, strategy and
-    settings must be those of the checkpoint; settings left open are as they were.
+    it had never stopped: call it as before, optionally for more rounds. (P2P cannot be extended:
+    its learning rates depend on the number of rounds.) Data, strategy and settings must be those
+    of the checkpoint. Settings left open are as they were: a run that is extended keeps its
+    `eval_every`, and equals one that had it, and all the rounds, from the beginning.
     """
     chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
     for name in (*FEDERATION, *(() if out else ("events",))):
@@ -289,14 +291,7 @@ def _with_server(
 def _among_peers(
     config: RunConfig, federation: Federation, module: nn.Module, strategy: Strategy, world: World
 ) -> Engine:
-    if config.diagnose or config.refill not in (None, strategy.refill):
-        name = "diagnose" if config.diagnose else "refill"
-        raise PolytempoError(f"{name} is about a server's steps, but p2p has no server: omit it")
-    if config.make("lr_schedule") != Constant():
-        raise PolytempoError(
-            "lr_schedule counts a server's updates, but p2p has no server: set "
-            "p2p:milestones=[0.5,0.75],gamma=0.1 instead"
-        )
+    refuse_server_settings(config, strategy)
     peers = cast(P2P, strategy)  # whose engine this is
     return PeerSimulator(
         federation, module, peers, rounds=config.rounds, check=config.check, **world
@@ -351,22 +346,30 @@ def drive(
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
-        last = time.monotonic()
+        last, over = time.monotonic(), False
 
         def checkpoint() -> None:
+            nonlocal last
             flush()  # no checkpoint may count events that the log does not hold
             state = {**simulator.state_dict(), "settings": config.settings()}
             save_state(folder / CHECKPOINT, state)
+            last = time.monotonic()
 
         def pause() -> bool:
-            nonlocal last
-            if time.monotonic() - last > CHECKPOINT_SECONDS:
+            if not over and time.monotonic() - last > CHECKPOINT_SECONDS:
                 checkpoint()
-                last = time.monotonic()
             return interrupted.is_set()
 
-        complete = simulator.run(config.rounds, **config.ends(), stop=pause)
-        checkpoint()
+        def closing() -> None:
+            """The last checkpoint is without the closing evaluation, so that it can be extended."""
+            nonlocal over
+            checkpoint()
+            over = True
+
+        ends = config.ends()
+        complete = simulator.run(config.rounds, **ends, stop=pause, closing=closing)
+        if not over:
+            checkpoint()
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
     write_result(folder, result, config.settings())
     return result

@@ -13,19 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.strategy import State
 from polytempo.network.folder import Folder
 from polytempo.network.link import Record
 from polytempo.network.wire import Wire, check_name
-from polytempo.nodes import (
-    Decision,
-    Event,
-    FusionRule,
-    Pairing,
-    PeerNode,
-    RoundEnded,
-    Started,
-    Stop,
-)
+from polytempo.nodes import Decision, FusionRule, Pairing, PeerNode, protocol
 from polytempo.training import Learner
 
 
@@ -61,7 +53,7 @@ class Place(Protocol):
 
     def wait_for(self, others: int, seconds: float, stop: Callable[[], bool]) -> bool: ...
 
-    def tell(self, event: Event) -> int: ...
+    def tell(self, event: protocol.Event) -> int: ...
 
     def leave(self) -> None: ...
 
@@ -70,9 +62,10 @@ class Driver:
     """Drives the peer of a folder. A folder with saved state is resumed under a new incarnation.
 
     Figures (`messages` that carried a model, `announcements`, `fusions`, `seconds`) are those of
-    all incarnations, as far as they were saved. `fixed`: settings without which a saved state
-    makes no sense; it is resumed only if they are the same. `join(node, wire, record)` gives the
-    peer its place in a network (`partial(Link, address=...)`).
+    all incarnations, as far as they were saved. `fixed`: settings that make it the same peer of the
+    same run; a saved state is resumed only if they are the same, for the same target or a higher
+    one. `join(node, wire, record)` gives the peer its place in a network (`partial(Link,
+    address=...)`).
     """
 
     def __init__(
@@ -109,7 +102,7 @@ class Driver:
         self._begin = time.monotonic()
         state = folder.load()
         if state is not None:
-            self._check(state.get("fixed", {}))
+            self._check(state)
             self.node.load_lasting_state(state["node"])
             self.history, self._earlier = state["history"], state["seconds"]
         folder.iteration = learner.iteration
@@ -160,17 +153,18 @@ class Driver:
         if not self.history:
             self._evaluate()
 
-        def tell(event: Event) -> int:
+        def tell(event: protocol.Event) -> int:
             if interrupted():
-                place.tell(Stop())  # first: nobody would train on what is fused at a round's end
+                # First: nobody would train on what is fused at a round's end.
+                place.tell(protocol.Stop())
             return place.tell(event)
 
-        rounds, steps = 0, tell(Started())
+        rounds, steps = 0, tell(protocol.Started())
         while steps:
             learner.steps(steps)
             rounds += 1
             folder.iteration = learner.iteration
-            steps = tell(RoundEnded())
+            steps = tell(protocol.RoundEnded())
             if rounds % plan.eval_every == 0:
                 self._evaluate()
             if rounds % plan.save_every == 0:
@@ -191,10 +185,12 @@ class Driver:
                 "history": self.history,
                 "seconds": self.figures["seconds"],
                 "fixed": self.fixed,
+                "target": self.plan.target,
             }
         )
 
-    def _check(self, saved: dict[str, Any]) -> None:
+    def _check(self, state: State) -> None:
+        saved: dict[str, Any] = state["fixed"]
         other = [name for name, value in self.fixed.items() if saved.get(name) != value]
         if other:
             was, now = (
@@ -204,4 +200,10 @@ class Driver:
             raise PolytempoError(
                 f"{self.folder.path} holds a peer that was trained with {was}, not with {now}; "
                 "give the same settings, or another --out"
+            )
+        if self.plan.target < state["target"]:
+            raise PolytempoError(
+                f"{self.folder.path} holds a peer on its way to {state['target']} iterations, more "
+                f"than {self.plan.target}; give at least that target (with --rounds or "
+                "p2p:target=...), or another --out"
             )

@@ -14,43 +14,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.network.session import Address, open_session
 from polytempo.network.wire import MOST_HEADER, Message, Wire
-from polytempo.nodes import (
-    Action,
-    Announce,
-    AnswerClaim,
-    AnswerExchange,
-    Appeared,
-    Claim,
-    ClaimAnswered,
-    Claimed,
-    DeadlinePassed,
-    Discarded,
-    Event,
-    Exchange,
-    ExchangeAnswered,
-    Exchanged,
-    Fused,
-    Fusion,
-    Gone,
-    Identity,
-    Idle,
-    Paired,
-    PeerNode,
-    SetDeadline,
-    Snapshot,
-    Stop,
-    Token,
-    Train,
-    Vanished,
-    Withdraw,
-)
+from polytempo.nodes import Fusion, Identity, PeerNode, Snapshot, Token, protocol
 
 if TYPE_CHECKING:
     import zenoh
@@ -62,6 +33,8 @@ _CLAIM, _EXCHANGE = "claim", "exchange"
 _YES, _NO = b"yes", b"no"
 _BESIDES = 2**20  # bytes: far more than a message has in addition to the model
 _POLL = 0.02  # seconds between two looks at something that another thread brings about
+_SENDERS = 4
+END_SECONDS = 20.0  # for threads to end when the peer leaves; then it leaves without them
 
 
 class Link:
@@ -78,7 +51,13 @@ class Link:
         self.failure: Exception | None = None  # what ended this link
         self._phase = type(node.phase).__name__
         self._steps = 0  # of the local round that the node has asked for
-        self._thread = threading.Thread(target=self._serve, name="polytempo node")
+        self._letters: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # to be sent
+        # Daemons: one that hangs does not keep the process alive.
+        self._thread = threading.Thread(target=self._serve, name="polytempo node", daemon=True)
+        self._senders = [
+            threading.Thread(target=self._send_letters, name=f"polytempo sender {n}", daemon=True)
+            for n in range(_SENDERS)
+        ]
 
     # -- for the training loop ------------------------------------------------------------------
 
@@ -87,13 +66,13 @@ class Link:
 
         self._zenoh = zenoh
         self._session = open_session(self.address, self.wire.most_payload + _BESIDES)
-        self._post_office = ThreadPoolExecutor(4, "polytempo sender")
         try:
             self._declare()
         except BaseException:
             self._session.close()  # type: ignore[no-untyped-call]
             raise
-        self._thread.start()
+        for thread in (self._thread, *self._senders):
+            thread.start()
         return self
 
     def _declare(self) -> None:
@@ -113,17 +92,33 @@ class Link:
         self._declared.append(presence.declare_token(key("peer", *me)))
 
     def __exit__(self, *_: object) -> None:
-        """Undeclare, close and join: Python aborts if a thread of Zenoh's outlives it."""
+        """Undeclare, close and join: Python aborts if a thread of Zenoh's outlives it. Threads that
+        do not end in time are recorded; what the peer has learnt is not lost with them."""
         self._jobs.put(None)
-        self._thread.join()
-        self._post_office.shutdown()
+        stuck = _join([self._thread], END_SECONDS)
+        for _each in self._senders:  # after all that the node's thread wanted to send
+            self._letters.put(None)
+        # Whoever waits for a model gives up after the time-out of an exchange.
+        stuck += _join(self._senders, END_SECONDS + self.node.pairing.exchange_timeout)
         for declared in (*self._standing.values(), *reversed(self._declared)):
             declared.undeclare()
         self._session.close()  # type: ignore[no-untyped-call]
-        for _each in range(self._callbacks):
-            self._ended.get().join()
+        stuck += self._join_callbacks()
+        if stuck:
+            self.record("stuck", threads=stuck)
 
-    def tell(self, event: Event) -> int:
+    def _join_callbacks(self) -> list[str]:
+        """Zenoh's threads say that they end, and which they are."""
+        end = time.monotonic() + END_SECONDS
+        ending: list[threading.Thread] = []
+        for silent in range(self._callbacks, 0, -1):
+            try:
+                ending.append(self._ended.get(timeout=max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                return [*_join(ending, END_SECONDS), f"{silent} of Zenoh's"]
+        return _join(ending, END_SECONDS)
+
+    def tell(self, event: protocol.Event) -> int:
         """Something happens to the training loop. Returns how many steps to train now; 0: the peer
         has done its part."""
 
@@ -145,8 +140,8 @@ class Link:
 
     def leave(self) -> None:
         """Stop taking part, and wait for a pairing under way, which its time-outs bound."""
-        self.tell(Stop())
-        while not self._ask(lambda: isinstance(self.node.phase, Idle)):
+        self.tell(protocol.Stop())
+        while not self._ask(lambda: isinstance(self.node.phase, protocol.Idle)):
             time.sleep(_POLL)
 
     # -- the thread that owns the node -------------------------------------------------------
@@ -180,7 +175,7 @@ class Link:
         while True:
             now = time.monotonic()
             if self._deadlines and self._deadlines[0][0] <= now:
-                passed = DeadlinePassed(heapq.heappop(self._deadlines)[2])
+                passed = protocol.DeadlinePassed(heapq.heappop(self._deadlines)[2])
                 job: Job | None = partial(self._handle, passed)
             else:
                 wait = self._deadlines[0][0] - now if self._deadlines else None
@@ -195,7 +190,7 @@ class Link:
             except Exception as error:  # the training loop raises it at the next round's end
                 self.failure = error
 
-    def _handle(self, event: Event, query: zenoh.Query | None = None) -> None:
+    def _handle(self, event: protocol.Event, query: zenoh.Query | None = None) -> None:
         """Let the node take an event, `query` if another peer asks, and do what it wants."""
         actions = self.node.handle(event)
         phase = type(self.node.phase).__name__
@@ -205,40 +200,40 @@ class Link:
         for action in actions:
             self._act(action, query)
 
-    def _act(self, action: Action, query: zenoh.Query | None) -> None:
+    def _act(self, action: protocol.Action, query: zenoh.Query | None) -> None:
         """A node answers a question at once, so that an answer belongs to the query at hand."""
         match action:
-            case Announce(token):
+            case protocol.Announce(token):
                 key = self.wire.key("ticket", *token)
                 self._standing[token] = self._session.liveliness().declare_token(key)
-            case Withdraw(token):
+            case protocol.Withdraw(token):
                 self._standing.pop(token).undeclare()  # type: ignore[no-untyped-call]
-            case Claim(token, timeout):
+            case protocol.Claim(token, timeout):
                 self._query(token, None, timeout, self._claim_answered)
-            case Exchange(token, snapshot, timeout):
+            case protocol.Exchange(token, snapshot, timeout):
                 self._send(self._query, token, snapshot, timeout, self._exchange_answered)
-            case AnswerClaim(to, token, granted):
+            case protocol.AnswerClaim(to, token, granted):
                 assert query is not None
                 if granted:
                     self.record("granted", token=list(token), to=list(to))
                 with query:
                     self._reply(query, _CLAIM, _YES if granted else _NO, express=True)
-            case AnswerExchange(to, token, answer):
+            case protocol.AnswerExchange(to, token, answer):
                 assert query is not None
                 if answer is None:
                     self._refuse(query, f"the ticket {tuple(token)} was not granted to {to.peer}")
                 else:
                     self._send(self._send_back, query, token, answer)
-            case SetDeadline(token, seconds):
+            case protocol.SetDeadline(token, seconds):
                 at = time.monotonic() + seconds
                 heapq.heappush(self._deadlines, (at, token.ticket, token))
-            case Train(steps):
+            case protocol.Train(steps):
                 self._steps = steps
-            case Paired(fusion):
+            case protocol.Paired(fusion):
                 self.record("paired", **self._sides(fusion), to=list(fusion.partner))
-            case Fused(fusion):
+            case protocol.Fused(fusion):
                 self.record("fused", **self._sides(fusion), partner=list(fusion.partner))
-            case Discarded(fusion):
+            case protocol.Discarded(fusion):
                 self.record("discarded", **self._sides(fusion), partner=list(fusion.partner))
 
     def _sides(self, fusion: Fusion) -> dict[str, Any]:
@@ -262,7 +257,7 @@ class Link:
                     f"one is {me.incarnation}); give each peer its own --id"
                 )
         elif isinstance(who, Token):
-            self._handle(Appeared(who) if stands else Vanished(who))
+            self._handle(protocol.Appeared(who) if stands else protocol.Vanished(who))
         elif stands:
             self.present[who.peer] = max(who.incarnation, self.present.get(who.peer, 0))
             self.record("joined", who=list(who))
@@ -270,7 +265,7 @@ class Link:
             if self.present.get(who.peer) == who.incarnation:
                 del self.present[who.peer]
             self.record("left", who=list(who))
-            self._handle(Gone(who))
+            self._handle(protocol.Gone(who))
 
     # -- as the owner of a ticket ---------------------------------------------------------------
 
@@ -280,7 +275,7 @@ class Link:
         except Refused as error:
             self._refuse(query, str(error))
             return
-        self._handle(Claimed(message.by, message.token), query)
+        self._handle(protocol.Claimed(message.by, message.token), query)
 
     def _exchanged(self, query: zenoh.Query) -> None:
         try:
@@ -289,7 +284,7 @@ class Link:
             self._refuse(query, str(error))
             return
         assert message.snapshot is not None
-        self._handle(Exchanged(message.by, message.token, message.snapshot), query)
+        self._handle(protocol.Exchanged(message.by, message.token, message.snapshot), query)
 
     def _send_back(self, query: zenoh.Query, token: Token, snapshot: Snapshot) -> None:
         with query:
@@ -346,7 +341,7 @@ class Link:
         answers = {_YES: True, _NO: False}
         answer = self._answer(token, replies)
         granted = None if answer is None else answers.get(answer.payload.to_bytes())
-        self._handle(ClaimAnswered(token, granted))
+        self._handle(protocol.ClaimAnswered(token, granted))
 
     def _exchange_answered(self, token: Token, replies: Sequence[zenoh.Reply]) -> None:
         snapshot = None
@@ -359,7 +354,7 @@ class Link:
                 snapshot = message.snapshot
         except Refused as error:
             self.record("refused", why=str(error))
-        self._handle(ExchangeAnswered(token, snapshot))
+        self._handle(protocol.ExchangeAnswered(token, snapshot))
 
     def _answer(self, token: Token, replies: Sequence[zenoh.Reply]) -> zenoh.Sample | None:
         """The one good reply. That there is none is all that Zenoh says of a failure."""
@@ -387,15 +382,15 @@ class Link:
         )
 
     def _send(self, send: Callable[..., None], *what: Any) -> None:
-        """On a thread of the post office."""
+        """On the next thread that is free to send."""
+        self._letters.put(partial(send, *what))
 
-        def attempt() -> None:
+    def _send_letters(self) -> None:
+        while (letter := self._letters.get()) is not None:
             try:
-                send(*what)
+                letter()
             except Exception as error:  # the training loop raises it at the next round's end
                 self.failure = error
-
-        self._post_office.submit(attempt)
 
     def _manner(self, kind: str) -> dict[str, Any]:
         """A claim overtakes the models on the line; neither is ever dropped. A reply travels in
@@ -406,3 +401,11 @@ class Link:
             "priority": priority.INTERACTIVE_HIGH if kind == _CLAIM else priority.DATA_LOW,
             "express": kind == _CLAIM,
         }
+
+
+def _join(threads: Sequence[threading.Thread], seconds: float) -> list[str]:
+    """Wait for these threads, so long in all; returns the names of those that still run."""
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread.name for thread in threads if thread.is_alive()]

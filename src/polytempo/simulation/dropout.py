@@ -154,7 +154,8 @@ class Trace(Dropout):
                     )
                 return [self._read(reader.line_num, row) for row in reader]
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise PolytempoError(f"trace {self.path} cannot be read: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise PolytempoError(f"trace {self.path} cannot be read: {why}") from error
 
     def _read(self, line: int, row: dict[str, str]) -> Change:
         try:

@@ -34,7 +34,7 @@ from polytempo.simulation.extension import Extension
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Score, make_executor
 
-FORMAT = 5  # of checkpoints
+FORMAT = 6  # of checkpoints
 Observer = Callable[[events.Event], None]
 P = ParamSpec("P")
 
@@ -163,20 +163,30 @@ class Engine:
         messages: float = math.inf,
         until: float = math.inf,
         stop: Callable[[], bool] = lambda: False,
+        closing: Callable[[], None] = lambda: None,
     ) -> bool:
         """Run until `rounds` trainings are done (in total), what is served has changed `versions`
         times, `messages` models have been sent, the clock passes `until`, nobody is left, or
-        `stop()` says so between two events. Returns False in that last case."""
+        `stop()` says so between two events. Returns False in that last case.
+
+        `closing` is called before the closing evaluation, which would not be there in a longer run:
+        what is saved then can be continued as if the run had been longer from the beginning."""
         self.limit, self.budget = rounds, messages
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums in one order: same seed, same bits
         try:
             with self.backend:
-                return self._run(versions, until, stop)
+                return self._run(versions, until, stop, closing)
         finally:
             torch.set_num_threads(threads)
 
-    def _run(self, versions: float, until: float, stop: Callable[[], bool]) -> bool:
+    def _run(
+        self,
+        versions: float,
+        until: float,
+        stop: Callable[[], bool],
+        closing: Callable[[], None],
+    ) -> bool:
         with self._timed("total"):
             if not self.started:
                 self.started = True
@@ -194,6 +204,7 @@ class Engine:
                 return False
             with self._timed("total"):
                 self._step()
+        closing()
         with self._timed("total"):
             last = self.history[-1]
             if last["round"] != self.round:
@@ -384,6 +395,13 @@ class Engine:
         self.counter += 1
         heapq.heappush(self.queue, (time, priority, self.counter, client, flight, number))
         return self.counter
+
+    def _pop(self) -> tuple[float, int, int, int, int, int]:
+        """The next item of the queue, of which the extensions are told."""
+        item = heapq.heappop(self.queue)
+        for extension in self.extensions.values():
+            extension.popped(item[:3])
+        return item
 
     def _emit(
         self,

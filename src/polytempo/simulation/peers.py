@@ -23,10 +23,9 @@ Theory of operation
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -35,44 +34,11 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.core.strategy import State
 from polytempo.data import Federation
-from polytempo.nodes import (
-    Action,
-    Announce,
-    AnswerClaim,
-    AnswerExchange,
-    Appeared,
-    Claim,
-    ClaimAnswered,
-    Claimed,
-    DeadlinePassed,
-    Discarded,
-    Event,
-    Exchange,
-    ExchangeAnswered,
-    Exchanged,
-    Exchanging,
-    Fused,
-    Fusion,
-    Gone,
-    Identity,
-    Paired,
-    Pairing,
-    PeerNode,
-    Pending,
-    RoundEnded,
-    SetDeadline,
-    Snapshot,
-    Started,
-    Token,
-    Train,
-    Vanished,
-    Withdraw,
-    read,
-    spell,
-)
+from polytempo.nodes import Identity, Pairing, PeerNode, Snapshot, Token, protocol
 from polytempo.simulation.checks import PeerChecker
 from polytempo.simulation.each_peer import EachPeer
 from polytempo.simulation.engine import Engine, World
+from polytempo.simulation.post import Post, about, ticket_of
 from polytempo.strategies.p2p import P2P
 from polytempo.training import PERSONAL, Exam, Job, Learner, Score
 
@@ -91,29 +57,6 @@ class Round:
     @property
     def steps(self) -> int:
         return (self.job.last_step or 0) - self.job.first_step
-
-
-@dataclass(frozen=True)
-class Post:
-    """An event on its way to a node."""
-
-    to: Identity
-    event: Event
-
-    @property
-    def brings_model(self) -> bool:
-        match self.event:
-            case Exchanged() | ExchangeAnswered(snapshot=Snapshot()):
-                return True
-        return False
-
-    @property
-    def is_silence(self) -> bool:
-        """Whether it says that something has not happened: a time-out, or a refused exchange."""
-        match self.event:
-            case DeadlinePassed() | ClaimAnswered(granted=None) | ExchangeAnswered(snapshot=None):
-                return True
-        return False
 
 
 class PeerSimulator(Engine):
@@ -154,11 +97,10 @@ class PeerSimulator(Engine):
         self.posts: dict[int, Post] = {}  # on their way, by number
         self.answers = 0  # models that are still to be sent, in pairings under way
         self.local_rounds = self.pairings = 0
-        self.each: list[dict[str, float]] = []  # a row for each peer and evaluation
-        self.effects: list[list[float]] = [[] for _ in range(clients)]  # of fusions on the metric
+        self.each = EachPeer(self)
         if check:
             self.extend(PeerChecker())
-        self.extend(EachPeer(self))
+        self.extend(self.each)
 
     @property
     def round(self) -> int:
@@ -198,7 +140,7 @@ class PeerSimulator(Engine):
                 self._join(client)
 
     def _step(self) -> None:
-        time, priority, counter, client, index, _ = heapq.heappop(self.queue)
+        time, priority, counter, client, index, _ = self._pop()
         if priority == CHANGE:
             self.time = time
             self._change(index)
@@ -214,10 +156,10 @@ class PeerSimulator(Engine):
         self.incarnations[client] += 1
         node = self._node(client)
         for other in self.nodes.values():
-            if isinstance(other.phase, Pending):
-                self._post(node.identity, Appeared(other.phase.token))
+            if isinstance(other.phase, protocol.Pending):
+                self._post(node.identity, protocol.Appeared(other.phase.token))
         self.nodes[client] = node
-        self._act(client, node.handle(Started()))
+        self._act(client, node.handle(protocol.Started()))
 
     def _node(self, client: int) -> PeerNode:
         """A new node for the peer's present incarnation. The budget is the run's, not a peer's."""
@@ -244,7 +186,8 @@ class PeerSimulator(Engine):
         client = change.client
         if change.available:
             if client not in self.nodes:
-                self._emit(events.Return, client)
+                new = self.incarnations[client] == 0
+                self._emit(events.Join if new else events.Return, client)
                 self._join(client)
             return
         self.lost |= {client} if change.for_good else set()
@@ -254,10 +197,11 @@ class PeerSimulator(Engine):
             if client in self.training:
                 self.backend.forget(self.training.pop(client).job)
             for other in self.nodes.values():
-                self._post(other.identity, Gone(identity))
+                self._post(other.identity, protocol.Gone(identity))
                 match other.phase:
-                    case Exchanging(token) if token.owner == identity:  # the line is broken
-                        self._post(other.identity, ExchangeAnswered(token, None))
+                    case protocol.Exchanging(token) if token.owner == identity:
+                        # the line is broken
+                        self._post(other.identity, protocol.ExchangeAnswered(token, None))
 
     def _train(self, client: int, steps: int) -> None:
         """The peer begins a local round."""
@@ -287,7 +231,7 @@ class PeerSimulator(Engine):
         self.local_rounds += 1
         self._emit(events.Train, client, learner.iteration)
         with self._timed("server"):
-            actions = self.nodes[client].handle(RoundEnded())
+            actions = self.nodes[client].handle(protocol.RoundEnded())
         self.strategy.models[client] = learner.params
         self._act(client, actions)
         if self.round // self.eval_every > self.history[-1]["round"] // self.eval_every:
@@ -297,7 +241,7 @@ class PeerSimulator(Engine):
 
     def _deliver(self, time: float, client: int, post: Post) -> None:
         """An event reaches the node that it is for, or nobody, if that is dead."""
-        self.answers -= isinstance(post.event, Exchanged)
+        self.answers -= isinstance(post.event, protocol.Exchanged)
         node = self.nodes.get(client)
         if node is None or node.identity != post.to:
             return
@@ -308,45 +252,45 @@ class PeerSimulator(Engine):
         self.time = time
         self._act(client, actions)
 
-    def _act(self, client: int, actions: list[Action]) -> None:
+    def _act(self, client: int, actions: list[protocol.Action]) -> None:
         """Carry out what the client's node wants."""
         me = self.nodes[client].identity
         for action in actions:
             match action:
-                case Announce(token):
-                    self._tell_all(client, events.Announce, token, Appeared(token))
-                case Withdraw(token):
-                    self._tell_all(client, events.Withdraw, token, Vanished(token))
-                case Claim(token, timeout):
+                case protocol.Announce(token):
+                    self._tell_all(client, events.Announce, token, protocol.Appeared(token))
+                case protocol.Withdraw(token):
+                    self._tell_all(client, events.Withdraw, token, protocol.Vanished(token))
+                case protocol.Claim(token, timeout):
                     self.messages["claim"] += 1
-                    self._emit(events.Claim, client, _name(token))
-                    self._post(token.owner, Claimed(me, token))
-                    self._time_out(me, timeout, ClaimAnswered(token, None))
-                case AnswerClaim(to, token, granted):
+                    self._emit(events.Claim, client, ticket_of(token))
+                    self._post(token.owner, protocol.Claimed(me, token))
+                    self._time_out(me, timeout, protocol.ClaimAnswered(token, None))
+                case protocol.AnswerClaim(to, token, granted):
                     if granted:
-                        self._emit(events.Grant, client, _name(token), int(to.peer))
-                    self._post(to, ClaimAnswered(token, granted))
-                case Exchange(token, snapshot, timeout):
+                        self._emit(events.Grant, client, ticket_of(token), int(to.peer))
+                    self._post(to, protocol.ClaimAnswered(token, granted))
+                case protocol.Exchange(token, snapshot, timeout):
                     self._exchange(client, token, snapshot)
-                    self._time_out(me, timeout, ExchangeAnswered(token, None))
-                case AnswerExchange(to, token, answer):
+                    self._time_out(me, timeout, protocol.ExchangeAnswered(token, None))
+                case protocol.AnswerExchange(to, token, answer):
                     after = 0.0
                     if answer is not None:
                         self.pairings += 1
                         self._send(client, token, answer)
                         after = self._seconds(client, int(to.peer))
-                    self._post(to, ExchangeAnswered(token, answer), after=after)
-                case SetDeadline(token, seconds):
-                    self._time_out(me, seconds, DeadlinePassed(token))
-                case Train(steps):
+                    self._post(to, protocol.ExchangeAnswered(token, answer), after=after)
+                case protocol.SetDeadline(token, seconds):
+                    self._time_out(me, seconds, protocol.DeadlinePassed(token))
+                case protocol.Train(steps):
                     self._train(client, steps)
-                case Fused(fusion, weight, before, fused):
+                case protocol.Fused(fusion, weight, before, fused):
                     if self.strategy.score_fusions:
-                        self._score_fusion(client, before, fused)
-                    self._emit(events.Fuse, client, *_about(fusion), weight)
-                case Discarded(fusion):
-                    self._emit(events.Discard, client, *_about(fusion))
-                case Paired():  # `Fused` or `Discarded` will tell
+                        self.each.score_fusion(client, before, fused)
+                    self._emit(events.Fuse, client, *about(fusion), weight)
+                case protocol.Discarded(fusion):
+                    self._emit(events.Discard, client, *about(fusion))
+                case protocol.Paired():  # `Fused` or `Discarded` will tell
                     pass
 
     def _tell_all(
@@ -354,10 +298,10 @@ class PeerSimulator(Engine):
         client: int,
         kind: type[events.Announce | events.Withdraw],
         token: Token,
-        event: Event,
+        event: protocol.Event,
     ) -> None:
         self.messages["announce"] += 1
-        self._emit(kind, client, _name(token))
+        self._emit(kind, client, ticket_of(token))
         for other, node in self.nodes.items():
             if other != client:
                 self._post(node.identity, event)
@@ -372,21 +316,21 @@ class PeerSimulator(Engine):
         if fate == "lost":
             self.answers -= 1
         else:
-            event = Exchanged(self.nodes[client].identity, token, snapshot)
+            event = protocol.Exchanged(self.nodes[client].identity, token, snapshot)
             self._post(token.owner, event, after=self._seconds(client, int(token.peer)))
 
     def _send(self, client: int, token: Token, snapshot: Snapshot) -> None:
         self._count("exchange", snapshot.params.nbytes)
-        self._emit(events.Exchange, client, _name(token), snapshot.progress)
+        self._emit(events.Exchange, client, ticket_of(token), snapshot.progress)
 
     def _post(
-        self, to: Identity, event: Event, *, after: float = 0.0, priority: int = DELIVER
+        self, to: Identity, event: protocol.Event, *, after: float = 0.0, priority: int = DELIVER
     ) -> None:
         number = self.counter + 1
         self.posts[number] = Post(to, event)
         self._push(self.time + after, priority, int(to.peer), number, 0)
 
-    def _time_out(self, me: Identity, after: float, event: Event) -> None:
+    def _time_out(self, me: Identity, after: float, event: protocol.Event) -> None:
         self._post(me, event, after=after, priority=TIMEOUT)
 
     def _seconds(self, one: int, other: int) -> float:
@@ -404,10 +348,7 @@ class PeerSimulator(Engine):
                 for client, learner in enumerate(self.learners)
                 if client not in self.nodes
             },
-            "posts": {
-                str(number): {"to": spell(post.to), "event": spell(post.event)}
-                for number, post in self.posts.items()
-            },
+            "posts": {str(number): post.state_dict() for number, post in self.posts.items()},
             "training": {
                 str(client): [each.ticket, each.end, each.steps]
                 for client, each in self.training.items()
@@ -417,8 +358,6 @@ class PeerSimulator(Engine):
             "answers": self.answers,
             "local_rounds": self.local_rounds,
             "pairings": self.pairings,
-            "each": self.each,
-            "effects": self.effects,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -437,10 +376,7 @@ class PeerSimulator(Engine):
         for client, saved in state["away"].items():
             self.learners[int(client)].load_state_dict(saved)
         self.strategy.models = [learner.params for learner in self.learners]
-        self.posts = {
-            int(number): Post(read(post["to"]), read(post["event"]))
-            for number, post in state["posts"].items()
-        }
+        self.posts = {int(number): Post.from_state(post) for number, post in state["posts"].items()}
         self.training = {
             int(client): Round(ticket, end, self.learners[int(client)].job(steps))
             for client, (ticket, end, steps) in state["training"].items()
@@ -448,19 +384,13 @@ class PeerSimulator(Engine):
         self.lost = set(state["lost"])
         self.answers, self.pairings = state["answers"], state["pairings"]
         self.local_rounds = state["local_rounds"]
-        self.each, self.effects = state["each"], state["effects"]
 
     # -- looking at it -------------------------------------------------------------------------
 
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
-        scores = self._score(clients, self.strategy.models)
-        for client, score in zip(clients, scores, strict=True):
-            iteration = self.learners[client].iteration
-            row = {"time": self.time, "peer": client, "iteration": iteration}
-            self.each.append(row | {self.metric.name: self.metric.value(score.sums)})
-        return scores
+        return self.score(clients, self.strategy.models)
 
-    def _score(self, clients: Sequence[int], models: Sequence[Tensor]) -> list[Score]:
+    def score(self, clients: Sequence[int], models: Sequence[Tensor]) -> list[Score]:
         """The models of these clients, on their own test samples or on those of all."""
         pairs = zip(clients, models, strict=True)
         found = self.backend.evaluate(self._exam_of(client, model) for client, model in pairs)
@@ -474,33 +404,3 @@ class PeerSimulator(Engine):
 
     def personal(self, client: int) -> Tensor:
         return self.learners[client].memory[PERSONAL]
-
-    def _score_fusion(self, client: int, before: Tensor, after: Tensor) -> None:
-        old, new = self._score([client, client], [before, after])
-        self.effects[client].append(self.metric.value(new.sums) - self.metric.value(old.sums))
-
-    def peers(self) -> list[dict[str, Any]]:
-        """Each peer as it stands: its speed, how far it has come, how good it is, and the mean
-        effect that a fusion has had on its metric (after minus before)."""
-        last = self.each[-self.federation.clients :]
-        return [
-            {
-                "peer": client,
-                "factor": self.factors[client],
-                "iterations": learner.iteration,
-                self.metric.name: last[client][self.metric.name],
-                "fusion_effect": sum(effects) / len(effects) if effects else None,
-            }
-            for client, (learner, effects) in enumerate(
-                zip(self.learners, self.effects, strict=True)
-            )
-        ]
-
-
-def _name(token: Token) -> str:
-    return f"{token.peer}.{token.incarnation}.{token.ticket}"
-
-
-def _about(fusion: Fusion) -> tuple[str, int]:
-    """Its ticket and its partner."""
-    return _name(fusion.token), int(fusion.partner.peer)

@@ -5,7 +5,8 @@ its initial value after a restart, and the run silently continues wrongly. So, b
 each message of the first updates (and of one in many later on), the server is saved and restored
 into a *twin* with a fresh strategy, which gets the same message. Both must answer and serve the
 same, bit for bit. Since it is done again before each message, a difference shows as soon as what
-was forgotten has an effect.
+was forgotten has an effect. The state comes back as it would from a file, so that what a checkpoint
+cannot hold is found as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Action, Dispatch, Update
 from polytempo.core.server import Server
 from polytempo.core.strategy import Strategy
+from polytempo.storage import restored
 
 FIRST, EVERY = 32, 64  # messages of the first 32 updates are tried out, then of one in 64
 CLIENTS = 50  # number of clients whose served model is compared
@@ -48,18 +50,24 @@ class RehearsedServer(Server):
             return act(self, what)
         twin, updates = self._twin(), self.round
         forgotten = _differing(self.strategy, twin.strategy)
-        wrong = _unlike_now(self, twin)
+        wrong, cause = _unlike_now(self, twin), None
         if wrong is None:
             actions = act(self, what)
-            wrong = _unlike(actions, act(twin, what)) or _unlike_now(self, twin)
+            try:
+                theirs = act(twin, what)
+            except Exception as error:
+                wrong, cause = f"fails with {error!r}, which it does not otherwise", error
+            else:
+                wrong = _unlike(actions, theirs) or _unlike_now(self, twin)
             if wrong is None:
                 return actions
         name = getattr(self.strategy, "name", type(self.strategy).__name__)
         suspects = f", which lacks {', '.join(forgotten)}" if forgotten else ""
         raise PolytempoError(
             f"{name} would not resume as it was: saved and restored after {updates} updates, it "
-            f"{wrong}; all that changes from update to update must be in its `state`{suspects}"
-        )
+            f"{wrong}; all that changes from update to update must be in its `state`{suspects} "
+            "(a tuple comes back as a list, any mapping as a plain dict)"
+        ) from cause
 
     def _twin(self) -> Server:
         """As this server would be after a restart."""
@@ -68,7 +76,7 @@ class RehearsedServer(Server):
         twin = Server(
             fresh, self.context, slots=self.slots, refill=self.refill, schedule=self.schedule
         )
-        twin.load_state_dict(_copied(self.state_dict()))
+        twin.load_state_dict(restored(self.state_dict()))
         return twin
 
 
@@ -133,14 +141,3 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is type(other) and hasattr(one, "__dict__"):
         return _same(vars(one), vars(other))
     return type(one) is type(other) and bool(one == other)
-
-
-def _copied(state: Any) -> Any:
-    """As it comes back from a file."""
-    if isinstance(state, Tensor):
-        return state.clone()
-    if isinstance(state, np.ndarray):
-        return state.copy()
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(part) for part in state] if isinstance(state, list | tuple) else state

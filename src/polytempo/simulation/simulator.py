@@ -27,7 +27,6 @@ Theory of operation
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -130,9 +129,7 @@ class Simulator(Engine):
             self._announce(flight)
 
     def _step(self) -> None:
-        time, priority, counter, client, index, number = heapq.heappop(self.queue)
-        for extension in self.extensions.values():
-            extension.popped((time, priority, counter))
+        time, priority, counter, client, index, number = self._pop()
         flight = self.flights.get(client)
         if priority == ARRIVE and (flight is None or flight.ticket != counter):
             return  # the client has left, or an urgent request has moved its arrival
@@ -309,10 +306,10 @@ class Simulator(Engine):
 
     def _stop(self, flight: Flight) -> None:
         """An urgent request reaches the client: the epoch in progress is its last."""
-        samples = self.federation.samples[flight.job.client]
-        total, epoch = flight.job.task.total_steps(samples), flight.job.task.batches(samples)
-        epochs = math.floor(flight.progress(self.time) * total / epoch) + 1
-        last = max(epochs, flight.job.since // epoch + 1) * epoch
+        task, samples = flight.job.task, self.federation.samples[flight.job.client]
+        total = task.total_steps(samples)
+        done = max(flight.progress(self.time) * total, flight.job.since)
+        last = task.end_of_epoch(done, samples)
         if last < (flight.job.last_step or total):
             self._expect(flight, flight.begin + flight.seconds * last / total + flight.upload)
             self._change_job(flight, replace(flight.job, last_step=last))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polytempo.core.bank import ModelBank
 from polytempo.core.errors import PolytempoError
-from polytempo.core.messages import InFlights, Staleness, Update
+from polytempo.core.messages import Dispatch, InFlights, Staleness, Update
 from polytempo.core.objective import Drift
 from polytempo.core.strategy import STRATEGIES, Context, Refill
 from polytempo.core.task import Task
@@ -56,7 +56,9 @@ class ACE(GradientStrategy):
     refill: ClassVar[Refill] = "same"
     all_slots: ClassVar[bool] = True
     bits: ClassVar[Literal[8] | None] = None  # of the cache; None: as the context says
-    state: ClassVar[tuple[str, ...]] = ("model", "cache", "total", "reported", "started", "awaited")
+    state: ClassVar[tuple[str, ...]] = (
+        *("model", "cache", "total", "reported", "started", "awaited", "sent"),
+    )
 
     start: Literal["all", "first"] = "all"
 
@@ -70,7 +72,10 @@ class ACE(GradientStrategy):
         self.total = torch.zeros_like(zeros, dtype=torch.float64)  # sum_i U_i
         self.reported = np.zeros(context.clients, dtype=np.bool_)
         self.started = self.start == "first"
-        self.awaited = list(range(context.clients))  # who has to report before the first step
+        # Who has to report before the first step: all, then those in training that have not yet.
+        # They are listed once, and from then on followed, by who is sent a model.
+        self.awaited = np.ones(context.clients, dtype=np.bool_)
+        self.sent: list[int] | None = None
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         self.total += self.store(update)
@@ -85,17 +90,31 @@ class ACE(GradientStrategy):
         j = update.client
         before = self.cache.row(j).double()
         self.cache.set(j, self.gradient(update))
-        self.reported[j] = True
+        self.reported[j], self.awaited[j] = True, False
         return self.cache.row(j) - before
 
     def ready(self) -> bool:
         """Whether the initial gradients are in."""
-        self.started = self.started or bool(self.reported[self.awaited].all())
+        self.started = self.started or not bool(self.awaited.any())
         return self.started
 
+    def lost(self, client: int) -> None:
+        self.awaited[client] = False
+        if self.sent is not None:
+            self.sent = [other for other in self.sent if other != client]
+
     def training(self, in_flight: InFlights) -> None:
-        if not self.started:
-            self.awaited = [flight.client for flight in in_flight]
+        if self.started:
+            return
+        if self.sent is None:
+            self.awaited[:] = False
+            self.sent = [flight.client for flight in in_flight]
+        self.awaited[self.sent] = ~self.reported[self.sent]
+        self.sent = []
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        if self.sent is not None and not self.started:
+            self.sent.append(dispatch.client)
 
 
 @STRATEGIES.register("ace-8bit")

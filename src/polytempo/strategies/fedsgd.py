@@ -31,8 +31,7 @@ class FedSGD(FedAvg):
 
     def setup(self, context: Context) -> None:
         super().setup(context)
-        task = replace(context.task, keep_optimizer=False)  # momentum is the server's here
-        self.beta = task.plain_sgd("fedsgd").momentum
+        self.beta = self.task(0).plain_sgd("fedsgd").momentum  # which is the server's here
         self.momentum = torch.zeros_like(self.total)
         self.rate = context.task.lr  # that the cohort was sent
 

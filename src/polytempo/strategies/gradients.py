@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polytempo.core.messages import Update
 from polytempo.core.optimizer import Sgd
-from polytempo.core.strategy import Context, Strategy
+from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.core.task import Task
 
 
@@ -26,7 +26,8 @@ class GradientStrategy(Strategy):
     meaning. With more, it takes K plain SGD steps with the task's learning rate and returns its
     displacement; divided by the learning rate, that is the sum of K gradients, so divide a
     server_lr that suits K = 1 by K. The task's momentum is not used: with it, the displacement
-    would not be a sum of gradients. Weight decay is part of the gradients, as the task says.
+    would not be a sum of gradients. Weight decay is part of the gradients, as the task says. Other
+    optimizers than SGD are refused.
 
     Batch-norm statistics have no gradient: they would keep their initial values. Use models
     without batch normalisation.
@@ -41,6 +42,9 @@ class GradientStrategy(Strategy):
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.model = context.initial
+        if self.local_steps > 1:  # whatever the momentum, which is not used
+            name = STRATEGIES.describe(self)["name"]
+            replace(context.task, keep_optimizer=False).plain_sgd(name)
 
     def task(self, client: int) -> Task:
         if self.local_steps == 1:

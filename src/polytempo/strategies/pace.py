@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -115,13 +114,13 @@ class PACE(ArrivalGraph):
         if not self.multicast:
             return ()
         chosen: list[int] = []
-        total, budget = 0, self.budget
-        for rounds, alike in groupby(in_flight, key=lambda flight: flight.staleness.rounds):
-            for client in sorted(flight.client for flight in alike):
-                if len(chosen) == budget:
-                    return ()
-                chosen.append(client)
-                total += rounds**2
-                if total > self.omega:
-                    return chosen
+        total, most = 0, min(self.budget, len(in_flight))
+        for flight in in_flight:
+            square = flight.staleness.rounds**2
+            if total + square * (most - len(chosen)) <= self.omega:
+                return ()  # the others are no staler: as many as fit would not exceed it
+            chosen.append(flight.client)
+            total += square
+            if total > self.omega:
+                return chosen
         return ()

@@ -13,6 +13,7 @@ from polytempo.core.task import Task
 
 Vectors = Mapping[str, Tensor]
 PERSONAL = "personal"  # the name of a client's own part of the model in its memory
+OPTIMIZER = "optimizer."  # what the names of its optimiser's moments begin with there
 
 
 class Swap(NamedTuple):
@@ -52,9 +53,10 @@ class Job:
     def swapped(self, step: int, dispatch: Dispatch) -> Job:
         """The same training with the model of that dispatch from that step on. What was trained
         before is lost, and need not be trained, unless the client keeps some of it: its own part of
-        the model, or the moments of its optimiser."""
+        the model, the moments of its optimiser, or what its client steps keep."""
         params, vectors, lr = dispatch.params, dispatch.vectors, dispatch.task.lr
-        if self.memory or self.task.keep_optimizer:
+        steps_keep = any(step.keeps for step in self.task.client_steps)
+        if self.memory or self.task.keep_optimizer or steps_keep:
             return replace(self, swaps=(*self.swaps, Swap(step, params, vectors, lr)))
         task = replace(self.task, lr=lr)
         return replace(self, params=params, vectors=vectors, task=task, first_step=step)

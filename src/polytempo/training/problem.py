@@ -215,8 +215,10 @@ class Regression(Problem):
         return loss if reduction == "mean" else loss / _width(targets)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        # In double precision: a variance is the small difference of large sums.
-        outputs, targets = _single_output(outputs, targets).double(), targets.double()
+        # In double precision: a variance is the small difference of large sums. And on the CPU, for
+        # there are devices that have no doubles (mps).
+        outputs = _single_output(outputs, targets).cpu().double()
+        targets = targets.cpu().double()
         found = super().sums(outputs, targets)
         width, errors = _width(targets), outputs - targets
         found["squared"] = float(errors.square().sum()) / width
@@ -315,7 +317,7 @@ class Own(Problem):
         if self._measure is not None:
             values = torch.as_tensor(self._measure(_single_output(outputs, targets), targets))
             name = f"the metric {self.measure}"
-            found["measure"] = float(_reduced(values.double(), len(targets), "sum", name))
+            found["measure"] = float(_reduced(values.cpu().double(), len(targets), "sum", name))
         return found
 
 

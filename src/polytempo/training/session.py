@@ -16,7 +16,7 @@ lays it into the module for as long as it advances.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,18 +25,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polytempo.core.client_steps import ClientStep
+from polytempo.core.errors import PolytempoError
 from polytempo.core.objective import is_known
 from polytempo.core.optimizer import Moments, Sgd
 from polytempo.core.rng import rng
 from polytempo.training.features import last_features
-from polytempo.training.jobs import PERSONAL, Job, Outcome
+from polytempo.training.jobs import OPTIMIZER, PERSONAL, Job, Outcome
 from polytempo.training.solvers.vocabulary import Part
 
 if TYPE_CHECKING:
     from polytempo.training.solvers.autograd import AutogradSolver
 
 _AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
-_EVALUATION_BATCH = 512
+EVALUATION_BATCH = 512  # samples at once through a model that is not being trained
 
 
 class Session:
@@ -79,7 +81,7 @@ class Session:
         self.vectors, self.frozen = vectors, None
         self.begin(params)
         for step in self.task.client_steps:
-            step.before(self)
+            self._take_part(step, step.before)
 
     def begin(self, model: Tensor) -> None:
         self.received = model
@@ -90,14 +92,36 @@ class Session:
             self._moments = None
 
     def _kept_moments(self) -> Moments | None:
-        kept = self.task.optimizer.kept
-        if not (self.task.keep_optimizer and kept and all(name in self.memory for name in kept)):
+        kept = self.task.optimizer.kept if self.task.keep_optimizer else ()
+        if not kept or not all(OPTIMIZER + name in self.memory for name in kept):
             return None
         device = self.solver.device
-        moments = {name: self.memory[name].to(device, copy=True) for name in kept}
+        moments = {name: self.memory[OPTIMIZER + name].to(device, copy=True) for name in kept}
         return self.task.optimizer.begin(moments[kept[0]]) | moments
 
-    # -- what client steps see ---------------------------------------------------------------------
+    # -- client steps ------------------------------------------------------------------------------
+
+    def _take_part(self, step: ClientStep, part: Callable[[Session], None]) -> None:
+        """What the step does now, and a look at what it leaves in the memory."""
+        who, known = step.name or type(step).__name__, {*self.memory, *step.keeps}
+        for name in step.keeps:
+            if name == PERSONAL or name.startswith(OPTIMIZER):
+                raise PolytempoError(
+                    f"client step {who} keeps {name!r}, a name for what the client keeps in any "
+                    "case; choose another"
+                )
+        part(self)
+        for name, value in self.memory.items():
+            if name not in known:
+                raise PolytempoError(
+                    f"client step {who} stored {name!r} in the memory without saying that it keeps "
+                    "it; name it in its property `keeps`"
+                )
+            if (found := _not_a_vector(value)) is not None:
+                raise PolytempoError(
+                    f"client step {who} keeps {name!r} as {found}; expected a vector of floats "
+                    "that is not empty: store value.float().flatten()"
+                )
 
     @property
     def parameters(self) -> int:
@@ -116,7 +140,7 @@ class Session:
         layout.load_whole(self.vector)
         layout.module.eval()
         x, _ = self.shard()
-        parts = [x[k : k + _EVALUATION_BATCH] for k in range(0, len(x), _EVALUATION_BATCH)]
+        parts = [x[k : k + EVALUATION_BATCH] for k in range(0, len(x), EVALUATION_BATCH)]
         found = [last_features(layout.module, self.solver.inputs(part)) for part in parts]
         return torch.cat(found).cpu()
 
@@ -146,8 +170,7 @@ class Session:
 
     def stop(self) -> None:
         """The epoch in progress is the last (an urgent request)."""
-        epoch = self.task.batches(self.samples)
-        self.last = min(self.last, (self.step // epoch + 1) * epoch)
+        self.last = min(self.last, self.task.end_of_epoch(self.step, self.samples))
 
     def advance(self, steps: int | None = None) -> int:
         """Take this many steps, or all that are left; returns how many were taken."""
@@ -246,13 +269,13 @@ class Session:
     def finish(self) -> Outcome:
         """What has come of the training."""
         for step in self.task.client_steps:
-            step.after(self)
+            self._take_part(step, step.after)
         shared, own = (part.cpu() for part in self.solver.layout.split(self.vector))
         if len(own):
             self.memory[PERSONAL] = own
         if self.task.keep_optimizer and self._moments is not None:
-            kept = self.task.optimizer.kept
-            self.memory |= {name: self._moments[name].cpu() for name in kept}
+            for name in self.task.optimizer.kept:
+                self.memory[OPTIMIZER + name] = self._moments[name].cpu()
         upload = shared
         if self.task.upload == "delta":
             upload = shared - self.received
@@ -260,3 +283,11 @@ class Session:
             assert self.gradient is not None, "a gradient is what the one step of the task finds"
             upload = self.gradient.cpu()
         return Outcome(upload, self.extras, self.memory)
+
+
+def _not_a_vector(value: object) -> str | None:
+    """What it is, if that is nothing that a client can keep."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    fine = value.dim() == 1 and len(value) > 0 and value.is_floating_point()
+    return None if fine else f"{value.dtype} of shape {list(value.shape)}"

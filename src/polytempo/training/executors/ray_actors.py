@@ -21,12 +21,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import Parts
 from polytempo.data import Federation
-from polytempo.training.executors.transport import dumps
+from polytempo.training.executors.transport import dumps, reduced
 from polytempo.training.footprint import peak_memory
 from polytempo.training.jobs import Exam, Job
 from polytempo.training.problem import Problem, Score
@@ -36,7 +36,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray is to report nothin
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # nor to warn of its future
 try:
     import ray
-    from ray import exceptions
+    from ray import cloudpickle, exceptions
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -92,7 +92,7 @@ class RayPool:
             raise
 
     def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        self._ask(worker, "train", dumps(list(jobs)))
+        self._ask(worker, "train", dumps(list(jobs), _ByValue))
 
     def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
         self._ask(worker, "evaluate", dumps(list(exams)))
@@ -139,6 +139,14 @@ class RayPool:
                 f"Ray worker {worker} died ({type(error).__name__}): out of memory, killed, or its "
                 "machine is lost; try fewer --workers; --resume continues from the last checkpoint"
             ) from error
+
+
+class _ByValue(cloudpickle.Pickler):
+    """Classes of the user's script (`__main__`), which an actor cannot import, travel whole."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        usual: Any = super()
+        return reduced(thing) if type(thing) is Tensor else usual.reducer_override(thing)
 
 
 class _Worker:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is not Tensor:
-            return NotImplemented
-        # numpy does not know all of torch's types of numbers, but every one has bytes
-        raw = thing.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _rebuild, (raw, thing.dtype, tuple(thing.shape))
+        return reduced(thing) if type(thing) is Tensor else NotImplemented
+
+
+def reduced(tensor: Tensor) -> tuple[Any, ...]:
+    """What a pickler makes of it."""
+    # numpy does not know all of torch's types of numbers, but every one has bytes
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return _rebuild, (raw, tensor.dtype, tuple(tensor.shape))
 
 
 def _rebuild(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -29,8 +33,9 @@ def _rebuild(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return found
 
 
-def dumps(thing: Any) -> bytes:
-    """As bytes that `pickle.loads` reads."""
+def dumps(thing: Any, pickler: Callable[..., pickle.Pickler] = _Pickler) -> bytes:
+    """As bytes that `pickle.loads` reads. The usual pickler sends classes by their names: for
+    processes that have the same modules, `__main__` included."""
     file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
+    pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
     return file.getvalue()

@@ -19,10 +19,8 @@ from polytempo.core.rng import stream_seed
 from polytempo.data import Federation
 from polytempo.training.jobs import Exam, Job, Outcome
 from polytempo.training.problem import Problem, Score, problem_for
-from polytempo.training.session import Session
+from polytempo.training.session import EVALUATION_BATCH, Session
 from polytempo.training.solvers.vocabulary import Vocabulary
-
-_EVALUATION_BATCH = 512
 
 
 class Solver(Protocol):
@@ -102,8 +100,8 @@ class AutogradSolver:
     def score(self, shard: slice) -> Score:
         """The model that is loaded, on these samples."""
         found = Score({})
-        for begin in range(shard.start, shard.stop, _EVALUATION_BATCH):
-            part = slice(begin, min(begin + _EVALUATION_BATCH, shard.stop))
+        for begin in range(shard.start, shard.stop, EVALUATION_BATCH):
+            part = slice(begin, min(begin + EVALUATION_BATCH, shard.stop))
             found += Score(self.problem.sums(self.outputs(part), self.y[part]))
         return found
 

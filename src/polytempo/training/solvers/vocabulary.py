@@ -77,9 +77,10 @@ class Vocabulary:
         words, numbers = torch.unique(padded, return_inverse=True)  # padding stays number 0
         received = params[: self.layout.parameters]
         rows = received[self.table].view(-1, self.width)
-        squares = rows.square().sum(1, dtype=torch.float64)
-        squares[words] = 0
-        rest = squares.sum().sqrt().to(received.dtype)
+        # on the CPU, for there are devices that have no doubles (mps)
+        squares = rows.square().cpu().sum(1, dtype=torch.float64)
+        squares[words.cpu()] = 0
+        rest = squares.sum().sqrt().to(received.dtype).to(received.device)
         before, after = received[: self.table.start], received[self.table.stop :]
         theta = torch.cat([before, rows[words].flatten(), after, rest[None]])
         renamed = numbers[1:].view_as(tokens)

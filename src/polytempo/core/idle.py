@@ -1,0 +1,56 @@
+"""The clients that are not in training: a set in which any rank is found without sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 1024  # clients that are counted together
+
+
+class IdleClients:
+    """A mark per client, and how many there are in each block. A rank is found by its block, so
+    that it costs microseconds among a million clients, whether few of them are idle or most. (A
+    Python set would have to be sorted and, once it has been large, is slow to go through even when
+    it is almost empty.)"""
+
+    def __init__(self, clients: int) -> None:
+        blocks = -(-clients // BLOCK)
+        self._marks = np.zeros(blocks * BLOCK, dtype=np.bool_)
+        self._counts = np.zeros(blocks, dtype=np.int64)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, client: int) -> bool:
+        return bool(self._marks[client])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(self._marks).tolist())
+
+    def add(self, client: int) -> None:
+        self._mark(client, True)
+
+    def discard(self, client: int) -> None:
+        self._mark(client, False)
+
+    def at(self, ranks: NDArray[np.int64]) -> list[int]:
+        """The clients of these ranks (from 0) in the order of their ids."""
+        if len(ranks) != 1:
+            found: list[int] = np.flatnonzero(self._marks)[ranks].tolist()
+            return found
+        ends = self._counts.cumsum()
+        block = int(ends.searchsorted(ranks[0], side="right"))
+        begin = block * BLOCK
+        rank = int(ranks[0] - ends[block])  # from the end of the block
+        return [begin + int(np.flatnonzero(self._marks[begin : begin + BLOCK])[rank])]
+
+    def _mark(self, client: int, there: bool) -> None:
+        if self._marks[client] != there:
+            self._marks[client] = there
+            change = 1 if there else -1
+            self._counts[client // BLOCK] += change
+            self._size += change
