@@ -13,6 +13,7 @@ from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.strategies import IFCA, IFCAAsync
 from polytempo.training import AutogradSolver, Job, make_executor
+from solving import NATIVE
 
 TENSORS = [12, 4]
 
@@ -122,7 +123,7 @@ def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small
     assert len(chosen) > 1  # else this shows little
 
 
-@pytest.mark.parametrize("solver", ["torch", "dense"])
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_all_solvers_and_backends_choose_alike(small, solver, workers):
     task = Task(epochs=2, batch_size=8, client_steps=(Choose(3),))

@@ -25,8 +25,8 @@ from polytempo.core.objective import Drift
 from polytempo.training import AutogradSolver, Exam, Executor, Job, Outcome, Score, Solver
 from polytempo.training.executors import processes
 from polytempo.training.executors.processes import Processes
-from polytempo.training.solvers.dense import DenseSolver
-from solving import upload_of
+from polytempo.training.solvers.native.solver import NativeSolver
+from solving import NATIVE, upload_of
 
 pytestmark = pytest.mark.skipif(
     "fork" not in mp.get_all_start_methods() or not Path("/proc").is_dir(),
@@ -93,17 +93,13 @@ def some_jobs(solver: Solver, count: int, task: Task = TASK) -> list[Job]:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["plain", "double", "stack"])
+@pytest.mark.parametrize("kind", ["plain", "double", NATIVE])
 def test_uploads_and_scores_are_those_of_the_same_solver_in_this_process(small, kind, workers):
     """And there are more jobs than rows of shared memory: rows are used again."""
-    if kind == "stack":
-        solver, count = DenseSolver(network(nn.ReLU()), small, SEED), 110
-        assert solver.group > 1
-    else:
-        module = network(nn.Tanh(), nn.Dropout(0.5))
-        module = module.double() if kind == "double" else module
-        solver, count = AutogradSolver(module, small, SEED), 30
-    jobs = some_jobs(solver, count, replace(TASK, objective=Pull(0.3)))
+    module = network(nn.Tanh(), nn.Dropout(0.5))
+    module = module.double() if kind == "double" else module
+    solver = (NativeSolver if kind == "native" else AutogradSolver)(module, small, SEED)
+    jobs = some_jobs(solver, 30, replace(TASK, objective=Pull(0.3)))
     exams = [Exam(job.params, list(range(job.client, 8))) for job in jobs[:20]]
     expected = [upload_of(solver, job) for job in jobs]
     scores = [solver.evaluate(exam) for exam in exams]
@@ -118,10 +114,10 @@ def test_uploads_and_scores_are_those_of_the_same_solver_in_this_process(small, 
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stack"])
+@pytest.mark.parametrize("kind", ["plain", NATIVE])
 def test_anchors_reach_the_workers_and_no_job_sees_that_of_another(small, kind):
     """Rows that held an anchor are used again by jobs that have none, or another."""
-    make = DenseSolver if kind == "stack" else AutogradSolver
+    make = NativeSolver if kind == "native" else AutogradSolver
     solver = make(network(nn.ReLU()), small, SEED)
     start = solver.layout.read()
     task, jobs = replace(TASK, objective=Drift()), []

@@ -17,7 +17,7 @@ from polytempo.core.layout import Parts
 from polytempo.simulation import Simulator
 from polytempo.strategies import PACE
 from polytempo.training import PERSONAL, AutogradSolver, Job, make_executor
-from solving import upload_of, uploads_of
+from solving import needs_compiler, upload_of, uploads_of
 
 ray = pytest.importorskip("ray")
 
@@ -146,15 +146,16 @@ def assert_same(found: Simulator, expected: Simulator) -> None:
         assert torch.equal(found.strategy.model_for(client), expected.strategy.model_for(client))
 
 
-def test_a_dense_run_is_the_same_as_in_this_process(cluster, wide):
+@needs_compiler
+def test_a_native_run_is_the_same_as_in_this_process(cluster, wide):
     def run(**settings):
         settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
         return simulate(wide, model="mlp:hidden=150", adapt_epochs=1, **settings)
 
-    expected = run(solver="dense", backend="serial")
+    expected = run(solver="native", backend="serial")
     terminate = signal.getsignal(signal.SIGTERM)
     found = run(backend="ray")  # as many workers as CPUs
-    assert found.summary["backend"] == "dense on 2 Ray workers"
+    assert found.summary["backend"] == "native on 2 Ray workers"
     assert 4 * found.summary["parameters"] > 100 * 1024
     assert_same(found.simulator, expected.simulator)
     assert found.summary["peak_rss_mb"] > expected.summary["peak_rss_mb"] + 100
