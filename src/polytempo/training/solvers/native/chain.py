@@ -46,6 +46,7 @@ class Vector:
     image: Image | None = None
 
 
+ACTIVATIONS = {"relu": 0, "tanh": 1, "gelu": 2, "gelu_tanh": 3}  # as layers.hpp has them
 Form = Image | Vector
 Pair = tuple[int, int]
 
@@ -200,13 +201,11 @@ class _Tracer(fx.Tracer):
 
 def _calls(module: nn.Module) -> Iterator[nn.Module]:
     """The layers that the module calls, one after the other; functions as layers."""
-    was_training = module.training
-    try:
-        graph = _Tracer().trace(module.train())  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever forward() does with what is not a tensor
-        raise Unfit("its forward() depends on its input") from error
-    finally:
-        module.train(was_training)
+    graph = _traced(module, training=True)
+    if any(node.target is functional.dropout for node in graph.nodes):
+        for node in _traced(module, training=False).nodes:
+            if node.target is functional.dropout and node.kwargs.get("training") is not False:
+                raise Unfit("it drops numbers outside of training, too")
     last: fx.Node | None = None
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -227,6 +226,16 @@ def _calls(module: nn.Module) -> Iterator[nn.Module]:
             last = node
 
 
+def _traced(module: nn.Module, training: bool) -> fx.Graph:
+    was_training = module.training
+    try:
+        return _Tracer().trace(module.train(training))
+    except Exception as error:  # whatever forward() does with what is not a tensor
+        raise Unfit("its forward() depends on its input") from error
+    finally:
+        module.train(was_training)
+
+
 def _is_batch_size(node: fx.Node) -> bool:
     """x.size(0), x.shape, x.shape[0]: what a batch is flattened by."""
     if node.op == "call_method":
@@ -243,10 +252,8 @@ def _called(module: nn.Module, node: fx.Node) -> nn.Module:
         return module.get_submodule(str(node.target))
     if node.op in ("call_function", "call_method"):
         options.pop("inplace", None)
-        training = options.pop("training", False)
+        options.pop("training", None)
         maker = _FUNCTIONS.get(node.target)
-        if maker is nn.Dropout and training is not True:
-            raise Unfit("it drops numbers outside of training, too")
         if maker is not None:
             try:
                 return maker(*arguments, **options)
@@ -283,7 +290,7 @@ _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
     functional.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
     **dict.fromkeys((torch.flatten, "flatten"), _flatten),
 }
-_ACTIVATIONS = {nn.ReLU: "relu", nn.Tanh: "tanh"}
+_KNOWN = {nn.ReLU: "relu", nn.Tanh: "tanh"}
 
 
 def _layer(part: nn.Module, form: Form) -> Layer | None:
@@ -297,8 +304,8 @@ def _layer(part: nn.Module, form: Form) -> Layer | None:
             raise Unfit("it flattens something else than samples")
         flat = form if isinstance(form, Vector) else Vector(form.numbers, form)
         return Layer(form, flat)
-    if kind in _ACTIVATIONS:
-        return Activation(form, form, _ACTIVATIONS[kind])
+    if kind in _KNOWN:
+        return Activation(form, form, _KNOWN[kind])
     if kind is nn.GELU:
         return Activation(form, form, "gelu" if part.approximate == "none" else "gelu_tanh")
     if kind is nn.Dropout:

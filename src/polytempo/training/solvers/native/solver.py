@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Drift, Objective, Plain, Proximal, Pull
 from polytempo.core.optimizer import Adam, AdamW, Sgd
+from polytempo.core.task import Task
 from polytempo.data import Federation
-from polytempo.training.jobs import Job
+from polytempo.training.jobs import PERSONAL, Job
 from polytempo.training.problem import Classification, Multilabel, Problem, Regression
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.native.build import library
 from polytempo.training.solvers.native.chain import Dense, Unfit, chain
-from polytempo.training.solvers.native.program import Floats, Program, up
+from polytempo.training.solvers.native.places import Floats, up
+from polytempo.training.solvers.native.program import Program
 from polytempo.training.solvers.vocabulary import Part
 
 _LOSSES: Mapping[type[Problem], int] = {Classification: 0, Regression: 1, Multilabel: 2}
@@ -43,7 +45,10 @@ class _Run(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "labels", "targets", "rows", "ends")),
         *((name, ctypes.c_void_p) for name in ("rates", "noise")),
-        *((name, ctypes.c_int64) for name in ("steps", "taken", "optimiser", "objective", "masked")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("steps", "taken", "optimiser", "objective", "masked")
+        ),
         *((n, ctypes.c_double) for n in ("momentum", "decay", "beta2", "epsilon", "strength")),
     )
 
@@ -80,6 +85,24 @@ class NativeSolver(AutogradSolver):
         self._targets = self._as_targets()
         self._grams: OrderedDict[int, Floats] = OrderedDict()
         self._dual_room = _aligned(0)
+        self._check()
+
+    def _check(self) -> None:
+        """Take one step by compiled code and by autograd: a compiler that is broken, or a layer
+        that is not what it seems, must not spoil a run."""
+        client = next((c for c, count in enumerate(self.federation.samples) if count), None)
+        if client is None:
+            return
+        own = {PERSONAL: self.layout.initial_personal} if self.layout.personal else {}
+        task = Task(steps=1, batch_size=4, lr=1.0, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
+        job = Job(client, self.layout.read(), task, ("check",), memory=own)
+        found = []
+        for session in (NativeSession(self, job), Session(self, job)):
+            session.advance()
+            found.append(session.vector - self.layout.join(job.params, own.get(PERSONAL)))
+        apart, length = float((found[0] - found[1]).norm()), float(found[1].norm())
+        if not apart <= 0.01 * length + 1e-6:
+            raise Unfit(f"its first step is off by {apart:.2g} of {length:.2g}: please report this")
 
     def begin(self, job: Job) -> Session:
         return NativeSession(self, job)
@@ -153,7 +176,7 @@ class NativeSolver(AutogradSolver):
         library = self._library
         return library.load_bytes if kind == torch.uint8 else library.load_numbers
 
-    # -- a session's steps ---------------------------------------------------------------------------
+    # -- a session's steps -------------------------------------------------------------------------
 
     def knows(self, session: Session) -> bool:
         """Whether the session asks for nothing but what is computed here."""
