@@ -1,8 +1,6 @@
 """What comes of jobs, for tests that look at the uploads alone; native training, where there is a
 compiler; and a device that is not here."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,12 +19,7 @@ NATIVE = pytest.param("native", marks=needs_compiler)
 
 
 def upload_of(solver: Solver, job: Job) -> Tensor:
-    return solver.carry_out([job])[0].upload
-
-
-def uploads_of(solver: Solver, jobs: Sequence[Job]) -> list[Tensor]:
-    """Of jobs that are done together."""
-    return [outcome.upload for outcome in solver.carry_out(jobs)]
+    return solver.carry_out(job).upload
 
 
 class WithoutDoubles(Tensor):

@@ -284,16 +284,16 @@ class Eager:
     def __init__(self, solver: AutogradSolver) -> None:
         self.solver = solver
         self.jobs: list[Job] = []
-        self.answers: list[tuple[int, list]] = []
+        self.answers: list[tuple[int, Any]] = []
 
-    def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        self.jobs += jobs
-        self.answers.append((worker, self.solver.carry_out(jobs)))
+    def train(self, worker: int, job: Job) -> None:
+        self.jobs.append(job)
+        self.answers.append((worker, self.solver.carry_out(job)))
 
-    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
-        self.answers.append((worker, [self.solver.evaluate(exam) for exam in exams]))
+    def evaluate(self, worker: int, exam: Exam) -> None:
+        self.answers.append((worker, self.solver.evaluate(exam)))
 
-    def receive(self) -> tuple[int, list]:
+    def receive(self) -> tuple[int, Any]:
         return self.answers.pop(0)
 
     def peak_memory(self) -> float:

@@ -261,7 +261,7 @@ def test_adaptation_is_of_a_copy_own_head_included(small):
     for client in range(8):
         stream, memory = ("adapt", client, "round", ROUNDS), simulation.memory.get(client)
         job = Job(client, simulation.strategy.model_for(client), TASK, stream, memory=memory)
-        [(shared, _, memory)] = simulation.backend.solver.carry_out([job])
+        shared, _, memory = simulation.backend.solver.carry_out(job)
         simulation.layout.load(shared, memory[PERSONAL])
         each.append(simulation.backend.solver.score(small.test[client]))
     adapted = over_clients(each, simulation.backend.solver.problem)["accuracy"]

@@ -148,8 +148,8 @@ def test_steps_are_taken_again_for_a_model_that_comes_on_the_way(small):
     session.advance()
     found = session.finish()
     alone = Job(3, second, task, ("client", 3), first_step=3, vectors=beside)
-    [expected] = solver.carry_out([alone])
-    [swapped] = solver.carry_out([replace(job, swaps=(Swap(3, second, beside),))])
+    expected = solver.carry_out(alone)
+    swapped = solver.carry_out(replace(job, swaps=(Swap(3, second, beside),)))
     for mine in (found, swapped):
         assert torch.equal(mine.upload, expected.upload)
         assert all(torch.equal(mine.extras[name], expected.extras[name]) for name in task.extras)
@@ -219,9 +219,9 @@ def test_a_step_of_the_users_own(small, registered, solver, workers):
         first = outcomes(backend, jobs)
         again = [replace(job, memory=one.memory) for job, one in zip(jobs, first, strict=True)]
         second = outcomes(backend, again)
-    alone = [backend_of(small, solver, 0).solver.carry_out([job])[0] for job in jobs]
+    alone = [backend_of(small, solver, 0).solver.carry_out(job) for job in jobs]
     for job, one, two, same in zip(jobs, first, second, alone, strict=True):
-        assert torch.equal(one.upload, same.upload)  # whatever it was done together with
+        assert torch.equal(one.upload, same.upload)  # wherever it was done
         assert torch.equal(one.upload, two.upload)
         assert (one.extras["visits"].item(), two.extras["visits"].item()) == (1, 2)
         assert torch.equal(one.extras["came"][0], job.params)

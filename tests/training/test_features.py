@@ -155,7 +155,7 @@ def test_extras_are_of_the_model_that_was_trained(small, solver, dtype, error, u
     start = trainer.layout.read()
     task = Task(epochs=2, batch_size=4, lr=0.1, upload=upload, client_steps=(Basis(2),))
     job = Job(3, start + 0.1, task, ("client", 3))
-    [(vector, extras, _)] = trainer.carry_out([job])
+    vector, extras, _ = trainer.carry_out(job)
     [(name, basis)] = extras.items()
     assert name == "basis"
     model = {"model": vector, "delta": job.params + vector, "gradient": job.params}[upload]

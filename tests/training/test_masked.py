@@ -46,7 +46,7 @@ def test_masked_parameters_are_bit_identical_and_others_are_not(
     kept = largest(params, 0.4)
     assert int(kept.sum()) == len(params) - int(0.4 * len(params))
     for client in range(4):
-        [(upload, extras, _)] = solver.carry_out([Job(client, params, given, ("client", client))])
+        upload, extras, _ = solver.carry_out(Job(client, params, given, ("client", client)))
         assert torch.equal(upload[~kept], params[~kept])
         assert (upload[kept] != params[kept]).float().mean() > 0.9
         assert torch.equal(unpack(extras["mask"], len(params)), kept)
@@ -71,7 +71,7 @@ def test_what_is_no_parameter_is_never_masked(small):
     solver = AutogradSolver(normal, small, seed=0)
     job = Job(0, solver.layout.read(), task(0.9), ("client", 0))
     statistics = slice(solver.layout.parameters, solver.layout.size)
-    [(upload, extras, _)] = solver.carry_out([job])
+    upload, extras, _ = solver.carry_out(job)
     assert unpack(extras["mask"], solver.layout.size)[statistics].all()
     assert not torch.equal(upload[statistics], job.params[statistics])
 
@@ -85,5 +85,5 @@ def test_nothing_is_sorted_if_nothing_is_dropped(small, monkeypatch):
     monkeypatch.setattr(torch, "sort", None)
     solver = AutogradSolver(module(), small, seed=0)
     job = Job(1, solver.layout.read(), task(0.0), ("client", 1))
-    [(_, extras, _)] = solver.carry_out([job])
+    _, extras, _ = solver.carry_out(job)
     assert unpack(extras["mask"], solver.layout.size).all()

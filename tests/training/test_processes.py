@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,24 +151,16 @@ def test_a_run_may_go_on_in_this_process_and_on_new_workers(small):
 class Probe:
     """A solver that reports on the process in which it works, and does as it is told."""
 
-    group = 1
-
     def __init__(self) -> None:
         self.layout = SimpleNamespace(size=3, vector=torch.zeros(3, dtype=torch.float64))
 
-    def kind(self, job: Job) -> object:
-        return None
-
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        if jobs[0].stream == ("sleep",):
+    def carry_out(self, job: Job) -> Outcome:
+        if job.stream == ("sleep",):
             time.sleep(20)
-        if jobs[0].stream == ("leave",):
+        if job.stream == ("leave",):
             os._exit(3)
-        if jobs[0].stream == ("wide",):
-            return [Outcome(torch.ones(4), {}, {})]
-        threads, pid = torch.get_num_threads(), os.getpid()
-        numbers = [[threads, pid, job.client] for job in jobs]
-        return [Outcome(torch.tensor(row, dtype=torch.float64), {}, {}) for row in numbers]
+        found = [torch.get_num_threads(), os.getpid(), job.client]
+        return Outcome(torch.tensor(found, dtype=torch.float64), {}, {})
 
     def evaluate(self, exam: Exam) -> list[Score]:
         first = float(exam.params[0])
@@ -209,9 +201,8 @@ def test_answers_that_are_large_pass_the_pipes():
 class Talks(Probe):
     """Sends back more than a pipe holds."""
 
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        sums = [job.vectors["models"].sum(0, keepdim=True) for job in jobs]
-        return [Outcome(job.params, {"sum": s}, {}) for job, s in zip(jobs, sums, strict=True)]
+    def carry_out(self, job: Job) -> Outcome:
+        return Outcome(job.params, {"sum": job.vectors["models"].sum(0)}, {})
 
 
 def test_large_answers_to_large_requests_pass_both_ways_at_once():
@@ -223,7 +214,7 @@ def test_large_answers_to_large_requests_pass_both_ways_at_once():
             backend.expect(job)
             time.sleep(0.05)  # by now there is an answer under way
         for k, job in enumerate(jobs):
-            [row] = backend.carry_out(job).extras["sum"]
+            row = backend.carry_out(job).extras["sum"]
             assert len(row) == 400_000
             assert set(row.tolist()) == {3.0 * (k + 1)}
 
@@ -578,10 +569,10 @@ def test_the_federation_is_not_copied():
 class Greedy(Probe):
     """Takes much memory for a moment."""
 
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def carry_out(self, job: Job) -> Outcome:
         taken = torch.ones(300_000_000 // 4)
         del taken
-        return super().carry_out(jobs)
+        return super().carry_out(job)
 
 
 def test_memory_that_workers_had_for_a_moment_is_counted():
