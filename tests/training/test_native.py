@@ -324,6 +324,40 @@ def test_filters_over_words(texts, options, task, parts):
         assert one.sums == pytest.approx(other.sums, rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def sequences():
+    draw = np.random.default_rng(4)
+    clients = []
+    for _ in range(2):
+        tokens = draw.integers(1, 20, (50, 15))
+        tokens[np.arange(15)[None] >= draw.integers(3, 16, 50)[:, None]] = 0
+        clients.append((tokens[:, :-1], tokens[:, 1:]))
+    return Federation.from_arrays(clients, problem="next-token", classes=20)
+
+
+@pytest.mark.parametrize("batch_size", [3, 37])  # in the latter, gradients are added up in pieces
+@pytest.mark.parametrize("options", ["embedding=8,hidden=16", "embedding=5,hidden=11"])
+@pytest.mark.parametrize(
+    ("objective", "optimizer", "parts"),
+    [
+        (Plain(), "sgd", Parts()),
+        (Pull(strength=0.5), "sgd", Parts(["head"])),
+        (Proximal(mu=0.5), "adam:epsilon=0.001", Parts((), ["embedding.*"])),
+        (Plain(), "sgd", Parts((), ["recurrent.*"])),
+    ],
+    ids=str,
+)
+def test_gated_recurrent_units(sequences, batch_size, options, objective, optimizer, parts):
+    inputs = Inputs(sequences.shape, sequences.outputs, sequences.vocabulary, "next-token")
+    module = build(f"gru:{options}", inputs, 0)
+    task = Task(epochs=2, batch_size=batch_size, lr=0.1, objective=objective, optimizer=optimizer)
+    assert_as_good_as_torch(uploads(module, sequences, task, parts))
+    solvers = [kind(copy.deepcopy(module), sequences, 0) for kind in (NativeSolver, AutogradSolver)]
+    exam = Exam(solvers[0].layout.read() * 2, [0, 1])
+    for one, other in zip(*(solver.evaluate(exam) for solver in solvers), strict=True):
+        assert one.sums == pytest.approx(other.sums, rel=1e-4)
+
+
 # -- what fits -------------------------------------------------------------------------------------
 
 

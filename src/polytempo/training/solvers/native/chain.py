@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from polytempo.models.feedforward import Halve
+from polytempo.models.recurrent import RecurrentNetwork
 from polytempo.models.textcnn import TextNetwork
 
 
@@ -122,6 +123,22 @@ class Filters(Layer):
 
 
 @dataclass(frozen=True, eq=False)
+class Gated(Layer):
+    """One layer of gated recurrent units over tokens: states [length, units]. Token 0 is padding.
+
+    `input`, `hidden`: weights and biases of the gates, [3 units, ...], as nn.GRU has them.
+    """
+
+    before: Vector  # tokens
+    after: Vector  # of one place
+    embedding: Tensor
+    input: Tensor
+    hidden: Tensor
+    input_bias: Tensor
+    hidden_bias: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Dense(Layer):
     before: Vector
     after: Vector
@@ -168,19 +185,33 @@ def _layers(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
 
 
 def _text_layers(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
-    """Of the one network for text that is known."""
-    if type(module) is not TextNetwork:
-        raise Unfit("of networks for tokens only textcnn is known")
+    """Of the networks for tokens that are known."""
+    if type(module) is RecurrentNetwork:
+        gru, states = module.recurrent, Vector(module.recurrent.hidden_size)
+        named = dict(gru.named_parameters())
+        names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+        gates = (named[name] for name in names)
+        first = Gated(Vector(shape[0]), states, module.embedding.weight, *gates)
+        output = _layer(module.output, states)
+        assert output is not None
+        return [first, output]
+    if type(module) is TextNetwork:
+        return _filter_layers(module, shape[0])
+    raise Unfit("of networks for tokens only textcnn and gru are known")
+
+
+def _filter_layers(module: TextNetwork, length: int) -> list[Layer]:
     convolutions = [layer for layer in module.convolutions if isinstance(layer, nn.Conv1d)]
     weights = [layer.weight for layer in convolutions]
     biases = [layer.bias for layer in convolutions if layer.bias is not None]
     if len(weights) > _KINDS or max(len(weight) for weight in weights) > _FILTERS:
         raise Unfit(f"it has more than {_KINDS} kinds, or {_FILTERS} of a kind, of filters")
-    if shape[0] < max(module.widths):
+    if length < max(module.widths):
         raise Unfit("its texts are shorter than a filter is wide")
-    tokens, features = Vector(shape[0]), Vector(sum(len(weight) for weight in weights))
+    features = Vector(sum(len(weight) for weight in weights))
+    embedding = module.embedding.weight
     layers: list[Layer] = [
-        Filters(tokens, features, module.embedding.weight, tuple(weights), tuple(biases))
+        Filters(Vector(length), features, embedding, tuple(weights), tuple(biases))
     ]
     for part in (module.dropout, module.output):
         layer = _layer(part, features)

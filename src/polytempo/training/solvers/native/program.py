@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
 from polytempo.core.layout import Layout
 from polytempo.training.solvers.native import front
@@ -22,6 +23,7 @@ from polytempo.training.solvers.native.chain import (
     Dense,
     Dropout,
     Filters,
+    Gated,
     Image,
     Layer,
     Norm,
@@ -33,6 +35,7 @@ from polytempo.training.solvers.native.places import (
     FROZEN,
     OWN,
     SHARED,
+    Places,
     Region,
     Table,
     bias_region,
@@ -68,11 +71,22 @@ class _WordsStruct(ctypes.Structure):
     )
 
 
+_GATED = ("embedding", "input", "hidden", "input_bias", "hidden_bias")
+
+
+class _RecurrentStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("length", "tokens", "vector", "units")),
+        *((name, ctypes.c_int64) for name in (*_GATED, *(f"{name}_is" for name in _GATED))),
+    )
+
+
 class NetStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("size", "inputs", "outputs", "layers", "criterion")),
         ("layer", _LayerStruct * _MOST),
         ("words", _WordsStruct),
+        ("recurrent", _RecurrentStruct),
         ("runs", ctypes.c_int64),
         ("run_from", ctypes.c_void_p),
         ("run_to", ctypes.c_void_p),
@@ -105,12 +119,14 @@ class Program:
 
     def __init__(self, layers: Sequence[Layer], layout: Layout, loss: int) -> None:
         self.filters = layers[0] if isinstance(layers[0], Filters) else None
-        own, rest = _divided(layers[1:] if self.filters else layers)
+        self.gated = layers[0] if isinstance(layers[0], Gated) else None
+        self.tokens = bool(self.filters or self.gated)
+        own, rest = _divided(layers[1:] if self.tokens else layers)
         self.stages = front.stages(own)
         self.batch_layers = _batch_layers(rest, self.stages)
         every: list[front.Stage | BatchLayer] = [*self.stages, *self.batch_layers]
-        filters = _filter_regions(self.filters)
-        self.regions = [*filters, *(region for each in every for region in each.regions)]
+        first = _filter_regions(self.filters) if self.filters else _gate_regions(self.gated)
+        self.regions = [*first, *(region for each in every for region in each.regions)]
         embedding = self.filters.embedding if self.filters else None
         self.table = Table(embedding, layout, sum(r.size for r in self.regions))
         owners = {
@@ -139,10 +155,10 @@ class Program:
         self.noise = [(layer.before.numbers, layer.share) for layer in drops]
         self.outputs = self.batch_layers[-1].outputs
         self.inputs = self.stages[0].source.size if self.stages else self.batch_layers[0].inputs
-        if self.filters:
-            self.inputs = self.filters.before.numbers
+        if self.tokens:
+            self.inputs = layers[0].before.numbers
         self.text = front.text(self.stages) if self.stages else _WHOLE
-        self.net = self._net(loss, filters)
+        self.net = self._net(loss, first)
 
     @property
     def used(self) -> int:
@@ -156,13 +172,16 @@ class Program:
         if self.table.regions[-1].owner == SHARED:  # the last of the runs
             self._runs[1][-1] = self.table.begin + words * self.table.width
 
-    def _net(self, loss: int, filters: Sequence[Region]) -> NetStruct:
+    def _net(self, loss: int, first: Sequence[Region]) -> NetStruct:
         net = NetStruct(size=self.size, inputs=self.inputs, outputs=self.outputs, criterion=loss)
         net.layers = len(self.batch_layers)
-        self._describe_words(net.words, filters)
+        if self.filters:
+            self._describe_filters(net.words, self.filters, first)
+        if self.gated:
+            self._describe_gates(net.recurrent, self.gated, first)
         table = self.table.regions
         below = any(stage.trained for stage in self.stages)
-        below |= any(region.owner != FROZEN for region in (*filters, *table))
+        below |= any(region.owner != FROZEN for region in (*first, *table))
         for struct, each in zip(net.layer, self.batch_layers, strict=False):
             layer = each.layer
             struct.inputs, struct.outputs, struct.wanted = each.inputs, each.outputs, int(below)
@@ -189,20 +208,29 @@ class Program:
         net.run_from, net.run_to = (run.ctypes.data for run in self._runs)
         return net
 
-    def _describe_words(self, words: _WordsStruct, regions: Sequence[Region]) -> None:
-        if self.filters is None:
-            return
+    def _describe_filters(
+        self, words: _WordsStruct, filters: Filters, regions: Sequence[Region]
+    ) -> None:
         rest, table = self.table.regions
-        words.length, words.features = self.filters.before.numbers, self.filters.after.numbers
+        words.length, words.features = filters.before.numbers, filters.after.numbers
         words.vector, words.known = self.table.width, self.table.rows
         words.most = self.table.rows
         words.rest, words.embedding, words.embedding_is = rest.begin, table.begin, table.owner
-        words.kinds = len(self.filters.weights)
-        for kind, weight in enumerate(self.filters.weights):
+        words.kinds = len(filters.weights)
+        for kind, weight in enumerate(filters.weights):
             words.filters[kind], _, words.width[kind] = weight.shape
             mine, bias = regions[2 * kind : 2 * kind + 2]
             words.weight[kind], words.weight_is[kind] = mine.begin, mine.owner
             words.bias[kind], words.bias_is[kind] = bias.begin, bias.owner
+
+    def _describe_gates(
+        self, recurrent: _RecurrentStruct, gated: Gated, regions: Sequence[Region]
+    ) -> None:
+        recurrent.length, recurrent.units = gated.before.numbers, gated.after.numbers
+        recurrent.tokens, recurrent.vector = gated.embedding.shape
+        for name, region in zip(_GATED, regions, strict=True):
+            setattr(recurrent, name, region.begin)
+            setattr(recurrent, f"{name}_is", region.owner)
 
 
 # -- dividing and fusing ---------------------------------------------------------------------------
@@ -264,10 +292,30 @@ def _batch_layers(rest: Sequence[Layer], stages: Sequence[front.Stage]) -> list[
     return found
 
 
-def _filter_regions(filters: Filters | None) -> list[Region]:
+def _gate_regions(gated: Gated | None) -> list[Region]:
+    """The table of tokens; weights and biases of the gates, each gate rounded up to 8 rows."""
+    if gated is None:
+        return []
+    units, tokens = gated.after.numbers, len(gated.embedding)
+    found = [_matrix(gated.embedding, np.arange(tokens), tokens)]
+    row = np.arange(3 * units)
+    row = row // units * up(units) + row % units
+    found += [_matrix(weight, row, 3 * up(units)) for weight in (gated.input, gated.hidden)]
+    found += [Region(bias, 3 * up(units), row) for bias in (gated.input_bias, gated.hidden_bias)]
+    return found
+
+
+def _matrix(tensor: Tensor, rows: Places, height: int) -> Region:
+    """A matrix whose rows come in these places, among so many."""
+    width = up(tensor.shape[1])
+    places = rows[:, None] * width + np.arange(tensor.shape[1])
+    return Region(tensor, up(height, 4) * width, places.ravel())
+
+
+def _filter_regions(filters: Filters) -> list[Region]:
     """Weights [width][filters][word's vector], and biases, of every kind."""
     found: list[Region] = []
-    for weight, bias in zip(filters.weights, filters.biases, strict=True) if filters else ():
+    for weight, bias in zip(filters.weights, filters.biases, strict=True):
         f, number, j = np.indices(weight.shape)
         count, size, width = weight.shape
         places = (j * up(count) + f) * up(size) + number

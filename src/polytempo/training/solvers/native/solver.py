@@ -22,7 +22,7 @@ from polytempo.core.optimizer import Adam, AdamW, Sgd
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.training.jobs import PERSONAL, Job
-from polytempo.training.problem import Classification, Multilabel, Problem, Regression
+from polytempo.training.problem import Classification, Multilabel, NextToken, Problem, Regression
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.native.build import library
@@ -31,7 +31,12 @@ from polytempo.training.solvers.native.places import Floats, up
 from polytempo.training.solvers.native.program import Program
 from polytempo.training.solvers.vocabulary import Part
 
-_LOSSES: Mapping[type[Problem], int] = {Classification: 0, Regression: 1, Multilabel: 2}
+_LOSSES: Mapping[type[Problem], int] = {
+    Classification: 0,
+    Regression: 1,
+    Multilabel: 2,
+    NextToken: 3,
+}
 _OPTIMIZERS: Mapping[type, int] = {Sgd: 0, Adam: 1, AdamW: 2}
 _GRADIENT = 3
 _MEASURES = {"cosine": 3, "inner": 4, "l1": 5, "l2": 6}
@@ -116,16 +121,21 @@ class NativeSolver(AutogradSolver):
         if self.program.filters:
             self.program.know(self.program.table.rows)
         self._make_room(_ROOM)
-        found = torch.empty(shard.stop - shard.start, self.program.outputs)
-        count = ctypes.c_long(len(found))
+        count, length = shard.stop - shard.start, self.program.net.recurrent.length
+        found = torch.empty(count, *[length] * bool(length), self.program.outputs)
         self._library.infer(
-            self._space, self._net, _at(self._served), ctypes.c_void_p(x), count, _at(found)
+            self._space,
+            self._net,
+            _at(self._served),
+            ctypes.c_void_p(x),
+            ctypes.c_long(count),
+            _at(found),
         )
         return found
 
     def _as_targets(self) -> Tensor:
         y = self.y
-        if type(self.problem) is Classification:
+        if type(self.problem) in (Classification, NextToken):
             return y.to(torch.int64).contiguous()
         return y.to(torch.float32).reshape(len(y), -1).contiguous()
 
@@ -280,7 +290,7 @@ class NativeSolver(AutogradSolver):
         first, task, samples = self.program.batch_layers[0], session.task, session.samples
         if (
             self.program.stages
-            or self.program.filters
+            or self.program.tokens
             or not isinstance(first.layer, Dense)
             or not first.trained
             or type(task.optimizer) is not Sgd
@@ -402,7 +412,7 @@ class _Samples:
 
     def _load(self, x: Tensor) -> int:
         program, count = self._solver.program, len(x)
-        if program.filters:
+        if program.tokens:
             self._kept = x.to(torch.int32).contiguous()
             return self._kept.data_ptr()
         if not program.stages:
