@@ -168,8 +168,8 @@ class RunConfig(BaseModel):
     )
     solver: SolverName = Field(
         "auto",
-        description="how a training is computed: torch (anything), dense (mlp, linear: several "
-        "clients at once), or auto (dense if possible)",
+        description="how a training is computed: torch (anything), native (chains of common "
+        "layers, by compiled code), or auto (native if possible)",
     )
     backend: BackendName = Field(
         "auto",
@@ -205,13 +205,18 @@ class RunConfig(BaseModel):
         registry = _REGISTRIES[str(info.field_name)]
         return registry.describe(registry.create(value))
 
-    @pydantic.field_validator("backend", mode="before")
+    @pydantic.field_validator("solver", "backend", mode="before")
     @classmethod
-    def _renamed(cls, value: Any) -> Any:
-        if value == "batched":
+    def _renamed(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        old = (str(info.field_name), value)
+        if old == ("backend", "batched"):
             raise PolytempoError(
-                "backend batched is now a solver: use --solver dense, and --backend serial or "
-                "processes to say where it runs"
+                "backend batched is now a solver: use --solver native, or auto, and --backend "
+                "serial or processes to say where it runs"
+            )
+        if old == ("solver", "dense"):
+            raise PolytempoError(
+                "solver dense is now a part of native: use --solver native, or auto"
             )
         return value
 
