@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Drift, Objective, Plain, Proximal, Pull
 from polytempo.core.optimizer import Adam, AdamW, Sgd
+from polytempo.core.schedule import Constant
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.training.jobs import PERSONAL, Job
@@ -77,11 +78,9 @@ class NativeSolver(AutogradSolver):
         layers = chain(module, federation.shape, federation.vocabulary is not None)
         self.program = Program(layers, self.layout, _LOSSES[type(self.problem)])
         self._library = library(self.program.text)
-        self._library.space.restype = ctypes.c_void_p
-        for name in ("spread", "gather"):
-            getattr(self._library, name).argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 3]
-        self._net = ctypes.byref(self.program.net)
-        self._room, self._space = 0, ctypes.c_void_p()
+        _declare(self._library)
+        self._net = ctypes.addressof(self.program.net)
+        self._room, self._space = 0, 0
         self.work = _aligned(5 * self.program.size).reshape(5, -1)
         self.work[0] = self.program.base
         self._served = self.program.base.copy()
@@ -127,8 +126,8 @@ class NativeSolver(AutogradSolver):
             self._space,
             self._net,
             _at(self._served),
-            ctypes.c_void_p(x),
-            ctypes.c_long(count),
+            x,
+            count,
             _at(found),
         )
         return found
@@ -144,7 +143,7 @@ class NativeSolver(AutogradSolver):
             if self._room:
                 self._library.release(self._net, self._space)
             self._room = samples
-            self._space = ctypes.c_void_p(self._library.space(self._net, ctypes.c_long(samples)))
+            self._space = self._library.space(self._net, samples)
 
     def spread(self, vector: Tensor, to: Floats, part: Part | None = None) -> None:
         """Numbers in the order of the layout (or of a part of the model with the client's words
@@ -259,28 +258,29 @@ class NativeSolver(AutogradSolver):
         noise: Tensor | None,
         dual: bool = False,
     ) -> None:
-        batches = [session.rows(step).numpy() for step in steps]
-        ends = np.cumsum([len(batch) for batch in batches])
-        rows = np.concatenate(batches)
-        targets = self._targets[self.federation.train[session.job.client]]
-        rates = np.array([session.task.rate(step) for step in steps])
+        rows, ends = session.batches(steps)
+        task, targets = session.task, self._targets[self.federation.train[session.job.client]]
+        if type(task.schedule) is Constant:
+            rates = np.full(len(steps), task.lr)
+        else:
+            rates = np.array([task.rate(step) for step in steps])
         if large:  # one batch alone is made ready
             x, targets = samples.some(shard, rows), targets[rows]
             rows = np.arange(len(rows))
         else:
             x = samples.of(shard)
-        self._make_room(max(len(batch) for batch in batches))
+        self._make_room(min(session.samples, task.batch_size + 1))  # one sample may join a batch
         run.x, run.labels, run.targets = x, targets.data_ptr(), targets.data_ptr()
         run.rows, run.ends, run.rates = rows.ctypes.data, ends.ctypes.data, rates.ctypes.data
         run.noise = None if noise is None else noise.data_ptr()
         run.steps = len(steps)
-        given = self._space, self._net, _at(self.work), ctypes.byref(run)
+        given = self._space, self._net, _at(self.work), ctypes.addressof(run)
         if dual:
             client, outputs = session.job.client, up(self.program.batch_layers[0].outputs)
             if len(self._dual_room) < 5 * len(targets) * outputs:
                 self._dual_room = _aligned(5 * len(targets) * outputs)
-            gram, count = self._gram(client, x, len(targets)), ctypes.c_long(len(targets))
-            self._library.train_dual(*given, count, _at(gram), _at(self._dual_room))
+            gram = self._gram(client, x, len(targets))
+            self._library.train_dual(*given, len(targets), _at(gram), _at(self._dual_room))
         else:
             self._library.train(*given)
         run.taken += run.steps
@@ -311,8 +311,7 @@ class NativeSolver(AutogradSolver):
         gram = self._grams.pop(client, None)
         if gram is None:
             gram = _aligned(count * up(count))
-            n, numbers = ctypes.c_long(count), ctypes.c_long(self.program.inputs)
-            self._library.gram(n, numbers, ctypes.c_void_p(samples), _at(gram))
+            self._library.gram(count, self.program.inputs, samples, _at(gram))
         self._grams[client] = gram  # the most recent one comes last
         while len(self._grams) > 1 and sum(g.nbytes for g in self._grams.values()) > _KEPT:
             self._grams.popitem(last=False)
@@ -429,7 +428,7 @@ class _Samples:
         x = x.contiguous()
         self._reserve(count * program.inputs)
         loader = self._solver.loader(x.dtype)
-        loader(ctypes.c_long(count), _at(x), _at(self._scale), _at(self._shift), _at(self._buffer))
+        loader(count, _at(x), _at(self._scale), _at(self._shift), _at(self._buffer))
         return self._buffer.ctypes.data
 
     def _reserve(self, numbers: int) -> None:
@@ -473,10 +472,29 @@ def _mask(frozen: Tensor) -> Tensor:
     return (~frozen).to(torch.int32).neg().view(torch.float32)
 
 
-def _at(array: Tensor | NDArray[Any]) -> ctypes.c_void_p:
-    if isinstance(array, Tensor):
-        return ctypes.c_void_p(array.data_ptr())
-    return ctypes.c_void_p(array.ctypes.data)
+def _declare(library: ctypes.CDLL) -> None:
+    """The functions of network.hpp."""
+    number, address = ctypes.c_long, ctypes.c_void_p
+    library.space.restype = address
+    for name, given in {
+        "space": [address, number],
+        "release": [address, address],
+        "train": [address] * 4,
+        "train_dual": [*[address] * 4, number, address, address],
+        "gram": [number, number, address, address],
+        "infer": [*[address] * 4, number, address],
+        "spread": [number, *[address] * 3],
+        "gather": [number, *[address] * 3],
+        "load_bytes": [number, *[address] * 4],
+        "load_numbers": [number, *[address] * 4],
+    }.items():
+        if hasattr(library, name):
+            getattr(library, name).argtypes = given
+
+
+def _at(array: Tensor | NDArray[Any]) -> int:
+    """Its address."""
+    return array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
 
 
 def _aligned(numbers: int) -> Floats:
