@@ -167,6 +167,13 @@ def test_with_an_anchor_that_was_sent_along(duals, model, kind):
     assert not duals or kind != "drift"
 
 
+@pytest.mark.parametrize("kind", [Sgd, Adam, AdamW])
+def test_the_gradient_holds_the_weight_decay_that_is_a_part_of_it(kind):
+    """AdamW's is not."""
+    task = replace(TASK, optimizer=kind(weight_decay=0.3), upload="gradient")
+    assert_same(uploads(network([7]), federation(SHARDS["few"]), task))
+
+
 @settings(max_examples=60)
 @given(
     model=st.sampled_from(list(MODELS)),
@@ -312,6 +319,14 @@ def test_neither_the_data_nor_the_received_model_is_written_to():
     assert torch.equal(fed.x, before)
 
 
+@pytest.mark.parametrize("parts", [Parts(), Parts(["head"])], ids=str)
+def test_making_a_solver_leaves_the_model_as_it_was(parts):
+    module = network([7])
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    NativeSolver(module, federation(SHARDS["few"]), 0, parts)
+    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), before)
+
+
 # -- what is remembered ----------------------------------------------------------------------------
 
 
@@ -420,7 +435,6 @@ UNFIT = {
     "hook before": lambda: hooked("register_forward_pre_hook"),
     "hook backward": lambda: hooked("register_full_backward_hook"),
     "weights that are computed": computed,
-    "no container": lambda: nn.Linear(40, 5),  # nothing calls it, it is what is called
     "no last layer": lambda: nn.Sequential(nn.Linear(40, 5), nn.ReLU()),
 }
 
