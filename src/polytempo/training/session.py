@@ -21,7 +21,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -62,7 +64,7 @@ class Session:
         self._moments: Moments | None = self._kept_moments()
         self._swaps = list(job.swaps)
         self._data: tuple[Tensor, Tensor] | None = None
-        self._order: tuple[int, Tensor] | None = None
+        self._order: tuple[int, NDArray[np.int64]] | None = None
         self._receive(job.params, job.vectors)
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -163,10 +165,10 @@ class Session:
         epoch, position = divmod(step, per_epoch)
         if self._order is None or self._order[0] != epoch:
             stream = rng(self.solver.seed, *self.job.stream, "epoch", epoch)
-            self._order = epoch, torch.from_numpy(stream.permutation(self.samples))
+            self._order = epoch, stream.permutation(self.samples)
         start = position * size
         end = self.samples if position == per_epoch - 1 else start + size
-        return self._order[1][start:end]
+        return torch.from_numpy(self._order[1][start:end])
 
     def stop(self) -> None:
         """The epoch in progress is the last (an urgent request)."""
