@@ -11,7 +11,7 @@ ALLOWED = {
     "core": set(),
     "data": {"core"},
     "models": {"core"},
-    "training": {"core", "data"},
+    "training": {"core", "data", "models"},
     "nodes": {"core"},
     "strategies": {"core", "nodes"},
     "simulation": {"core", "data", "models", "training", "strategies", "nodes", "storage"},

@@ -3,7 +3,6 @@
 import copy
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from polytempo.core.layout import ALL_SHARED, Parts
@@ -15,7 +14,9 @@ from polytempo.training.solvers.native.solver import NativeSolver
 
 def random_image_chain(draw: np.random.Generator) -> tuple[nn.Module, tuple[int, int, int], int]:
     """A module, the shape of its samples, and how many outputs it has."""
-    channels, height, width = (int(draw.integers(low, high)) for low, high in ((1, 5), (9, 17), (9, 17)))
+    channels, height, width = (
+        int(draw.integers(low, high)) for low, high in ((1, 5), (9, 17), (9, 17))
+    )
     shape, layers = (channels, height, width), []
     sides = [height, width]
     for _ in range(int(draw.integers(1, 4))):
@@ -48,7 +49,9 @@ def random_image_chain(draw: np.random.Generator) -> tuple[nn.Module, tuple[int,
         elif kind == "drop":
             layers.append(nn.Dropout(0.3))
         else:
-            layers.append(nn.Tanh() if kind == "tanh" else nn.GELU(str(draw.choice(["none", "tanh"]))))
+            layers.append(
+                nn.Tanh() if kind == "tanh" else nn.GELU(str(draw.choice(["none", "tanh"])))
+            )
     if draw.random() < 0.2:
         layers.append(nn.AdaptiveAvgPool2d(1))
         sides = [1, 1]
@@ -65,7 +68,7 @@ def random_vector_chain(draw: np.random.Generator) -> tuple[nn.Module, tuple[int
 
 def _dense(draw: np.random.Generator, inputs: int, outputs: int, vector: bool) -> list[nn.Module]:
     layers: list[nn.Module] = []
-    for number in range(int(draw.integers(0, 3))):
+    for _ in range(int(draw.integers(0, 3))):
         if draw.random() < 0.2:
             layers.append(nn.Dropout(0.4))
         width = int(draw.integers(1, 40))
@@ -85,7 +88,11 @@ def _slid(sides, kernel, stride, padding) -> list[int]:
 
 
 def federation_for(
-    shape: tuple[int, ...], outputs: int, problem: str = "classification", seed: int = 0, samples: int = 30
+    shape: tuple[int, ...],
+    outputs: int,
+    problem: str = "classification",
+    seed: int = 0,
+    samples: int = 30,
 ) -> Federation:
     draw = np.random.default_rng(seed)
     clients = []

@@ -1,4 +1,4 @@
-"""What is trained: three models of the papers, on made-up data of the right shape and size.
+"""What is trained: models of the papers, on made-up data of the right shape and size.
 
 Nothing is learned from such data, but it costs what real data cost. Texts have the length of AG
 News (39 words on average, 64 at most) and about as many different words (1,150 in a batch of 64).
@@ -27,7 +27,8 @@ class Case:
     plain: Callable[[], nn.Module]
     make: Callable[[int, np.random.Generator], tuple[Tensor, int]]  # samples, and classes
     lr: float = 0.01
-    arrivals: int = 200  # of one turn; all clients are evaluated at its end
+    batch_size: int = 64
+    plain_trainings: int = 40  # of the plain loop in one turn: it does each alike
     strategies: tuple[str, ...] = ("pace",)
 
     def federation(self) -> Federation:
@@ -59,11 +60,20 @@ class PlainTextCNN(nn.Module):
 
 def plain_lenet() -> nn.Module:
     """LeNet for CIFAR-10 as everybody writes it."""
+    return _plain_cnn((6, 16), (120, 84))
+
+
+def plain_cnn64() -> nn.Module:
+    """The larger network for CIFAR-10."""
+    return _plain_cnn((64, 64), (120, 64))
+
+
+def _plain_cnn(filters: tuple[int, int], hidden: tuple[int, int]) -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU()),
-        *(nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+        *(nn.Conv2d(3, filters[0], 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(*filters, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(25 * filters[1], hidden[0]), nn.ReLU()),
+        *(nn.Linear(*hidden), nn.ReLU(), nn.Linear(hidden[1], 10)),
     )
 
 
@@ -91,6 +101,8 @@ def _texts(size: int, stream: np.random.Generator) -> tuple[Tensor, int]:
 
 CASES = {
     "lenet": Case("lenet", plain_lenet, _images),
+    "lenet-10": Case("lenet", plain_lenet, _images, batch_size=10),
+    "cnn64": Case("cnn64", plain_cnn64, _images, plain_trainings=10),
     "mlp": Case("mlp:hidden=300", plain_mlp, _windows, lr=0.001, strategies=("pace", "fedasync")),
-    "textcnn": Case("textcnn", PlainTextCNN, _texts, arrivals=30),
+    "textcnn": Case("textcnn", PlainTextCNN, _texts, plain_trainings=10),
 }

@@ -25,8 +25,11 @@ STALENESS = 9  # of every update: the mean with ten slots
 class PlainLoop:
     """State of the loop: the model that trains, and the server's."""
 
-    def __init__(self, module: nn.Module, federation: Federation, lr: float) -> None:
-        self.module, self.federation, self.lr = module, federation, lr
+    def __init__(
+        self, module: nn.Module, federation: Federation, lr: float, batch_size: int = 64
+    ) -> None:
+        self.module, self.federation = module, federation
+        self.lr, self.batch_size = lr, batch_size
         self.initial = parameters_to_vector(module.parameters()).detach().clone()
         clients = federation.clients
         sizes = np.asarray(federation.samples, dtype=np.float64)
@@ -35,10 +38,13 @@ class PlainLoop:
         self.weights = np.tile(self.prior, (clients, 1))
         self.denominators = self.prior.copy()
 
-    def run(self, order: Sequence[int]) -> float:
-        """Train these clients one after the other, then evaluate all; returns the accuracy."""
+    def run(self, order: Sequence[int]) -> None:
+        """Train these clients one after the other."""
         for client in order:
             self.fold(client, self.train(client))
+
+    def evaluate_all(self) -> float:
+        """The mean accuracy over clients."""
         return float(np.mean([self.evaluate(client) for client in range(len(self.moved))]))
 
     def train(self, client: int) -> Tensor:
@@ -49,7 +55,7 @@ class PlainLoop:
         )
         shard = self.federation.train[client]
         data = TensorDataset(self.federation.prepare(self.federation.x[shard]), self._y(shard))
-        loader = DataLoader(data, batch_size=64, shuffle=True)
+        loader = DataLoader(data, batch_size=self.batch_size, shuffle=True)
         for _ in range(5):
             for x, y in loader:
                 optimiser.zero_grad()
@@ -88,8 +94,10 @@ class PlainLoop:
 class PlainFedAsync(PlainLoop):
     """The same with one model for all."""
 
-    def __init__(self, module: nn.Module, federation: Federation, lr: float) -> None:
-        super().__init__(module, federation, lr)
+    def __init__(
+        self, module: nn.Module, federation: Federation, lr: float, batch_size: int = 64
+    ) -> None:
+        super().__init__(module, federation, lr, batch_size)
         self.moved = torch.zeros(1, len(self.initial)).expand(federation.clients, -1)
 
     def fold(self, client: int, theta: Tensor) -> None:

@@ -17,7 +17,7 @@ from polytempo.bench.clusters import PARAMETERS, growth, measure_clusters
 from polytempo.bench.machine import machine
 from polytempo.bench.scale import CLIENTS, measure_scale
 from polytempo.bench.server import SIZES, measure_server
-from polytempo.bench.training import measure_training
+from polytempo.bench.training import ARRIVALS, measure_training
 from polytempo.network.session import require_network
 
 PARTS = (*CASES, "server", "clusters", "scale", "exchange")
@@ -57,7 +57,7 @@ def run_bench(
         for name in (part for part in parts if part in CASES):
             for strategy in CASES[name].strategies:
                 watch(f"{name}, {strategy}")
-                arrivals = 20 if quick else None
+                arrivals = 20 if quick else ARRIVALS
                 measured = measure_training(
                     name, strategy, workers=workers, repeats=repeats, arrivals=arrivals
                 )

@@ -27,28 +27,31 @@ STRATEGIES_AND_LOOPS: dict[str, tuple[str, type[PlainLoop]]] = {
 }
 
 
+ARRIVALS = 200  # of one turn of ours; all clients are evaluated at its end
+
+
 def measure_training(
     name: str,
     strategy: str = "pace",
     *,
     workers: int,
     repeats: int = 3,
-    arrivals: int | None = None,
+    arrivals: int = ARRIVALS,
 ) -> dict[str, Any]:
-    """Take turns: a number of updates by us, the same clients by the plain loop, and again.
+    """Take turns: a number of updates by us, some of the same clients by the plain loop, and again.
 
-    Both evaluate all clients at the end of a turn. Figures are medians over the turns.
+    Both evaluate all clients at the end of a turn, which counts as a part of these updates. Figures
+    are medians over the turns.
     """
     case = CASES[name]
     federation = case.federation()
-    arrivals = arrivals or case.arrivals
     ours_spec, loop = STRATEGIES_AND_LOOPS[strategy]
     simulator = _simulator(case, ours_spec, federation, workers)
     order: list[int] = []
     simulator.observers.append(
         lambda event: order.append(event.client) if isinstance(event, Upload) else None
     )
-    plain = loop(case.plain(), federation, case.lr)
+    plain = loop(case.plain(), federation, case.lr, case.batch_size)
     flops = _flops(case, plain.module, federation)
     turns = []
     with simulator.backend:
@@ -58,30 +61,30 @@ def measure_training(
             order.clear()
             target = simulator.server.round + arrivals
             before = dict(simulator.wall)
-            ours = seconds(lambda: simulator.run(target))  # noqa: B023
-            theirs = seconds(lambda: plain.run(order))
-            spent = {key: simulator.wall[key] - before[key] for key in before}
+            ours = seconds(lambda: simulator.run(target)) / arrivals  # noqa: B023
+            some = order[: case.plain_trainings]
+            theirs = seconds(lambda: plain.run(some)) / len(some)  # noqa: B023
+            theirs += seconds(plain.evaluate_all) / arrivals
+            spent = {key: (simulator.wall[key] - before[key]) / arrivals for key in before}
             turns.append((ours, theirs, gemm_gflops(), spent))
-    per_update = median(ours for ours, *_ in turns) / arrivals
     return {
         "case": name,
         "strategy": strategy,
+        "batch_size": case.batch_size,
         "workers": workers,
         "backend": simulator.backend.name,
         "arrivals": arrivals,
         "repeats": repeats,
         "parameters": simulator.layout.size,
-        "plain_ms": 1e3 * median(theirs for _, theirs, *_ in turns) / arrivals,
-        "ours_ms": 1e3 * per_update,
+        "plain_ms": 1e3 * median(theirs for _, theirs, *_ in turns),
+        "ours_ms": 1e3 * median(ours for ours, *_ in turns),
         "ratio": median(theirs / ours for ours, theirs, *_ in turns),
         "ratios": [theirs / ours for ours, theirs, *_ in turns],
-        "waiting_for_training_ms": 1e3 * median(s["training"] for *_, s in turns) / arrivals,
-        "server_ms": 1e3 * median(s["server"] for *_, s in turns) / arrivals,
-        "evaluation_ms": 1e3 * median(s["evaluation"] for *_, s in turns) / arrivals,
+        "waiting_for_training_ms": 1e3 * median(s["training"] for *_, s in turns),
+        "server_ms": 1e3 * median(s["server"] for *_, s in turns),
+        "evaluation_ms": 1e3 * median(s["evaluation"] for *_, s in turns),
         "gflop_per_update": 1e-9 * flops,
-        "share_of_gemm": median(
-            1e-9 * flops * arrivals / (ours * workers * gemm) for ours, _, gemm, _ in turns
-        ),
+        "share_of_gemm": median(1e-9 * flops / (o * workers * gemm) for o, _, gemm, _ in turns),
         "trained_in_vain": simulator.backend.wasted,
     }
 
@@ -93,7 +96,7 @@ def _simulator(case: Case, strategy: str, federation: Federation, workers: int) 
         federation,
         module,
         STRATEGIES.create(strategy),
-        task=Task(lr=case.lr),
+        task=Task(lr=case.lr, batch_size=case.batch_size),
         eval_every=10**9,  # the end of each turn is evaluated anyhow
         adapt_epochs=0,
         backend=make_executor(module, federation, 0, workers=workers),

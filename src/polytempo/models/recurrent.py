@@ -15,7 +15,7 @@ Positive = Annotated[int, Field(ge=1)]
 PADDING = 0  # stands behind the end of a sequence; its embedding is zero and is never trained
 
 
-class _GRU(nn.Module):
+class RecurrentNetwork(nn.Module):
     def __init__(self, spec: GRU, vocabulary: int, outputs: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, spec.embedding, padding_idx=PADDING)
@@ -46,4 +46,4 @@ class GRU(Options):
                 f"model 'gru' predicts the next token, but the problem is {inputs.problem} on "
                 f"{'tokens' if tokens else 'numbers'}; use {'textcnn' if tokens else 'mlp'!r}"
             )
-        return _GRU(self, inputs.vocabulary, inputs.outputs)
+        return RecurrentNetwork(self, inputs.vocabulary, inputs.outputs)

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from polytempo.training.solvers.autograd import AutogradSolver
 
 _AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
-EVALUATION_BATCH = 512  # samples at once through a model that is not being trained
+EVALUATION_BATCH = 512
+IntArray = NDArray[np.int64]  # samples at once through a model that is not being trained
 
 
 class Session:
@@ -64,7 +65,7 @@ class Session:
         self._moments: Moments | None = self._kept_moments()
         self._swaps = list(job.swaps)
         self._data: tuple[Tensor, Tensor] | None = None
-        self._order: tuple[int, NDArray[np.int64]] | None = None
+        self._order: tuple[int, IntArray] | None = None
         self._receive(job.params, job.vectors)
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -160,15 +161,35 @@ class Session:
         return self.step >= self.last
 
     def rows(self, step: int) -> Tensor:
-        """The samples of that step's batch: one named permutation per epoch, cut into batches."""
+        """The samples of that step's batch."""
+        return torch.from_numpy(self.batches(range(step, step + 1))[0])
+
+    def batches(self, steps: range) -> tuple[IntArray, IntArray]:
+        """The samples of these steps' batches, one after the other, and where each batch ends: one
+        named permutation per epoch, cut into batches."""
         per_epoch, size = self.task.batches(self.samples), self.task.batch_size
-        epoch, position = divmod(step, per_epoch)
+        rows, ends, count = [], [], 0
+        for epoch in range(steps.start // per_epoch, (steps.stop - 1) // per_epoch + 1):
+            first, last = (
+                min(max(step - epoch * per_epoch, 0), per_epoch)
+                for step in (steps.start, steps.stop)
+            )
+            here = np.arange(first + 1, last + 1) * size
+            if last == per_epoch:  # what is left joins the last batch
+                here[-1] = self.samples
+            begin = first * size
+            rows.append(self._order_of(epoch)[begin : here[-1]])
+            ends.append(here + (count - begin))
+            count += len(rows[-1])
+        if len(rows) == 1:
+            return rows[0], ends[0]
+        return np.concatenate(rows), np.concatenate(ends)
+
+    def _order_of(self, epoch: int) -> IntArray:
         if self._order is None or self._order[0] != epoch:
             stream = rng(self.solver.seed, *self.job.stream, "epoch", epoch)
             self._order = epoch, stream.permutation(self.samples)
-        start = position * size
-        end = self.samples if position == per_epoch - 1 else start + size
-        return torch.from_numpy(self._order[1][start:end])
+        return self._order[1]
 
     def stop(self) -> None:
         """The epoch in progress is the last (an urgent request)."""

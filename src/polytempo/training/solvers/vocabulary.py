@@ -78,7 +78,7 @@ class Vocabulary:
         received = params[: self.layout.parameters]
         rows = received[self.table].view(-1, self.width)
         # on the CPU, for there are devices that have no doubles (mps)
-        squares = rows.square().cpu().sum(1, dtype=torch.float64)
+        squares = torch.linalg.vecdot(rows, rows).cpu().double()
         squares[words.cpu()] = 0
         rest = squares.sum().sqrt().to(received.dtype).to(received.device)
         before, after = received[: self.table.start], received[self.table.stop :]

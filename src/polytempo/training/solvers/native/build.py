@@ -96,12 +96,14 @@ def _identity(compiler: list[str]) -> list[str]:
 
 @cache
 def _cpu() -> str:
-    """What the instructions that may be used depend on: a cache folder may be shared by machines."""
+    """What the instructions that may be used depend on: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))}))
+    return "\n".join(
+        sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    )
 
 
 def _compile(text: str, command: list[str], target: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from polytempo.models.feedforward import Halve
+from polytempo.models.recurrent import RecurrentNetwork
 from polytempo.models.textcnn import TextNetwork
 
 
@@ -46,6 +47,7 @@ class Vector:
     image: Image | None = None
 
 
+ACTIVATIONS = {"relu": 0, "tanh": 1, "gelu": 2, "gelu_tanh": 3}  # as layers.hpp has them
 Form = Image | Vector
 Pair = tuple[int, int]
 
@@ -121,6 +123,22 @@ class Filters(Layer):
 
 
 @dataclass(frozen=True, eq=False)
+class Gated(Layer):
+    """One layer of gated recurrent units over tokens: states [length, units]. Token 0 is padding.
+
+    `input`, `hidden`: weights and biases of the gates, [3 units, ...], as nn.GRU has them.
+    """
+
+    before: Vector  # tokens
+    after: Vector  # of one place
+    embedding: Tensor
+    input: Tensor
+    hidden: Tensor
+    input_bias: Tensor
+    hidden_bias: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Dense(Layer):
     before: Vector
     after: Vector
@@ -167,19 +185,33 @@ def _layers(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
 
 
 def _text_layers(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
-    """Of the one network for text that is known."""
-    if type(module) is not TextNetwork:
-        raise Unfit("of networks for tokens only textcnn is known")
+    """Of the networks for tokens that are known."""
+    if type(module) is RecurrentNetwork:
+        gru, states = module.recurrent, Vector(module.recurrent.hidden_size)
+        named = dict(gru.named_parameters())
+        names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+        gates = (named[name] for name in names)
+        first = Gated(Vector(shape[0]), states, module.embedding.weight, *gates)
+        output = _layer(module.output, states)
+        assert output is not None
+        return [first, output]
+    if type(module) is TextNetwork:
+        return _filter_layers(module, shape[0])
+    raise Unfit("of networks for tokens only textcnn and gru are known")
+
+
+def _filter_layers(module: TextNetwork, length: int) -> list[Layer]:
     convolutions = [layer for layer in module.convolutions if isinstance(layer, nn.Conv1d)]
     weights = [layer.weight for layer in convolutions]
     biases = [layer.bias for layer in convolutions if layer.bias is not None]
     if len(weights) > _KINDS or max(len(weight) for weight in weights) > _FILTERS:
         raise Unfit(f"it has more than {_KINDS} kinds, or {_FILTERS} of a kind, of filters")
-    if shape[0] < max(module.widths):
+    if length < max(module.widths):
         raise Unfit("its texts are shorter than a filter is wide")
-    tokens, features = Vector(shape[0]), Vector(sum(len(weight) for weight in weights))
+    features = Vector(sum(len(weight) for weight in weights))
+    embedding = module.embedding.weight
     layers: list[Layer] = [
-        Filters(tokens, features, module.embedding.weight, tuple(weights), tuple(biases))
+        Filters(Vector(length), features, embedding, tuple(weights), tuple(biases))
     ]
     for part in (module.dropout, module.output):
         layer = _layer(part, features)
@@ -200,13 +232,11 @@ class _Tracer(fx.Tracer):
 
 def _calls(module: nn.Module) -> Iterator[nn.Module]:
     """The layers that the module calls, one after the other; functions as layers."""
-    was_training = module.training
-    try:
-        graph = _Tracer().trace(module.train())  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever forward() does with what is not a tensor
-        raise Unfit("its forward() depends on its input") from error
-    finally:
-        module.train(was_training)
+    graph = _traced(module, training=True)
+    if any(node.target is functional.dropout for node in graph.nodes):
+        for node in _traced(module, training=False).nodes:
+            if node.target is functional.dropout and node.kwargs.get("training") is not False:
+                raise Unfit("it drops numbers outside of training, too")
     last: fx.Node | None = None
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -227,6 +257,16 @@ def _calls(module: nn.Module) -> Iterator[nn.Module]:
             last = node
 
 
+def _traced(module: nn.Module, training: bool) -> fx.Graph:
+    was_training = module.training
+    try:
+        return _Tracer().trace(module.train(training))
+    except Exception as error:  # whatever forward() does with what is not a tensor
+        raise Unfit("its forward() depends on its input") from error
+    finally:
+        module.train(was_training)
+
+
 def _is_batch_size(node: fx.Node) -> bool:
     """x.size(0), x.shape, x.shape[0]: what a batch is flattened by."""
     if node.op == "call_method":
@@ -243,10 +283,8 @@ def _called(module: nn.Module, node: fx.Node) -> nn.Module:
         return module.get_submodule(str(node.target))
     if node.op in ("call_function", "call_method"):
         options.pop("inplace", None)
-        training = options.pop("training", False)
+        options.pop("training", None)
         maker = _FUNCTIONS.get(node.target)
-        if maker is nn.Dropout and training is not True:
-            raise Unfit("it drops numbers outside of training, too")
         if maker is not None:
             try:
                 return maker(*arguments, **options)
@@ -283,7 +321,7 @@ _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
     functional.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
     **dict.fromkeys((torch.flatten, "flatten"), _flatten),
 }
-_ACTIVATIONS = {nn.ReLU: "relu", nn.Tanh: "tanh"}
+_KNOWN = {nn.ReLU: "relu", nn.Tanh: "tanh"}
 
 
 def _layer(part: nn.Module, form: Form) -> Layer | None:
@@ -297,8 +335,8 @@ def _layer(part: nn.Module, form: Form) -> Layer | None:
             raise Unfit("it flattens something else than samples")
         flat = form if isinstance(form, Vector) else Vector(form.numbers, form)
         return Layer(form, flat)
-    if kind in _ACTIVATIONS:
-        return Activation(form, form, _ACTIVATIONS[kind])
+    if kind in _KNOWN:
+        return Activation(form, form, _KNOWN[kind])
     if kind is nn.GELU:
         return Activation(form, form, "gelu" if part.approximate == "none" else "gelu_tanh")
     if kind is nn.Dropout:

@@ -19,17 +19,25 @@ from torch import Tensor, nn
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Drift, Objective, Plain, Proximal, Pull
 from polytempo.core.optimizer import Adam, AdamW, Sgd
+from polytempo.core.schedule import Constant
+from polytempo.core.task import Task
 from polytempo.data import Federation
-from polytempo.training.jobs import Job
-from polytempo.training.problem import Classification, Multilabel, Problem, Regression
+from polytempo.training.jobs import PERSONAL, Job
+from polytempo.training.problem import Classification, Multilabel, NextToken, Problem, Regression
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
 from polytempo.training.solvers.native.build import library
 from polytempo.training.solvers.native.chain import Dense, Unfit, chain
-from polytempo.training.solvers.native.program import Floats, Program, up
+from polytempo.training.solvers.native.places import Floats, up
+from polytempo.training.solvers.native.program import Program
 from polytempo.training.solvers.vocabulary import Part
 
-_LOSSES: Mapping[type[Problem], int] = {Classification: 0, Regression: 1, Multilabel: 2}
+_LOSSES: Mapping[type[Problem], int] = {
+    Classification: 0,
+    Regression: 1,
+    Multilabel: 2,
+    NextToken: 3,
+}
 _OPTIMIZERS: Mapping[type, int] = {Sgd: 0, Adam: 1, AdamW: 2}
 _GRADIENT = 3
 _MEASURES = {"cosine": 3, "inner": 4, "l1": 5, "l2": 6}
@@ -43,7 +51,10 @@ class _Run(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "labels", "targets", "rows", "ends")),
         *((name, ctypes.c_void_p) for name in ("rates", "noise")),
-        *((name, ctypes.c_int64) for name in ("steps", "taken", "optimiser", "objective", "masked")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("steps", "taken", "optimiser", "objective", "masked")
+        ),
         *((n, ctypes.c_double) for n in ("momentum", "decay", "beta2", "epsilon", "strength")),
     )
 
@@ -67,11 +78,9 @@ class NativeSolver(AutogradSolver):
         layers = chain(module, federation.shape, federation.vocabulary is not None)
         self.program = Program(layers, self.layout, _LOSSES[type(self.problem)])
         self._library = library(self.program.text)
-        self._library.space.restype = ctypes.c_void_p
-        for name in ("spread", "gather"):
-            getattr(self._library, name).argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 3]
-        self._net = ctypes.byref(self.program.net)
-        self._room, self._space = 0, ctypes.c_void_p()
+        _declare(self._library)
+        self._net = ctypes.addressof(self.program.net)
+        self._room, self._space = 0, 0
         self.work = _aligned(5 * self.program.size).reshape(5, -1)
         self.work[0] = self.program.base
         self._served = self.program.base.copy()
@@ -80,6 +89,24 @@ class NativeSolver(AutogradSolver):
         self._targets = self._as_targets()
         self._grams: OrderedDict[int, Floats] = OrderedDict()
         self._dual_room = _aligned(0)
+        self._check()
+
+    def _check(self) -> None:
+        """Take one step by compiled code and by autograd: a compiler that is broken, or a layer
+        that is not what it seems, must not spoil a run."""
+        client = next((c for c, count in enumerate(self.federation.samples) if count), None)
+        if client is None:
+            return
+        own = {PERSONAL: self.layout.initial_personal} if self.layout.personal else {}
+        task = Task(steps=1, batch_size=4, lr=1.0, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
+        job = Job(client, self.layout.read(), task, ("check",), memory=own)
+        found = []
+        for session in (NativeSession(self, job), Session(self, job)):
+            session.advance()
+            found.append(session.vector - self.layout.join(job.params, own.get(PERSONAL)))
+        apart, length = float((found[0] - found[1]).norm()), float(found[1].norm())
+        if not apart <= 0.01 * length + 1e-6:
+            raise Unfit(f"its first step is off by {apart:.2g} of {length:.2g}: please report this")
 
     def begin(self, job: Job) -> Session:
         return NativeSession(self, job)
@@ -93,16 +120,21 @@ class NativeSolver(AutogradSolver):
         if self.program.filters:
             self.program.know(self.program.table.rows)
         self._make_room(_ROOM)
-        found = torch.empty(shard.stop - shard.start, self.program.outputs)
-        count = ctypes.c_long(len(found))
+        count, length = shard.stop - shard.start, self.program.net.recurrent.length
+        found = torch.empty(count, *[length] * bool(length), self.program.outputs)
         self._library.infer(
-            self._space, self._net, _at(self._served), ctypes.c_void_p(x), count, _at(found)
+            self._space,
+            self._net,
+            _at(self._served),
+            x,
+            count,
+            _at(found),
         )
         return found
 
     def _as_targets(self) -> Tensor:
         y = self.y
-        if type(self.problem) is Classification:
+        if type(self.problem) in (Classification, NextToken):
             return y.to(torch.int64).contiguous()
         return y.to(torch.float32).reshape(len(y), -1).contiguous()
 
@@ -111,7 +143,7 @@ class NativeSolver(AutogradSolver):
             if self._room:
                 self._library.release(self._net, self._space)
             self._room = samples
-            self._space = ctypes.c_void_p(self._library.space(self._net, ctypes.c_long(samples)))
+            self._space = self._library.space(self._net, samples)
 
     def spread(self, vector: Tensor, to: Floats, part: Part | None = None) -> None:
         """Numbers in the order of the layout (or of a part of the model with the client's words
@@ -153,7 +185,7 @@ class NativeSolver(AutogradSolver):
         library = self._library
         return library.load_bytes if kind == torch.uint8 else library.load_numbers
 
-    # -- a session's steps ---------------------------------------------------------------------------
+    # -- a session's steps -------------------------------------------------------------------------
 
     def knows(self, session: Session) -> bool:
         """Whether the session asks for nothing but what is computed here."""
@@ -226,28 +258,29 @@ class NativeSolver(AutogradSolver):
         noise: Tensor | None,
         dual: bool = False,
     ) -> None:
-        batches = [session.rows(step).numpy() for step in steps]
-        ends = np.cumsum([len(batch) for batch in batches])
-        rows = np.concatenate(batches)
-        targets = self._targets[self.federation.train[session.job.client]]
-        rates = np.array([session.task.rate(step) for step in steps])
+        rows, ends = session.batches(steps)
+        task, targets = session.task, self._targets[self.federation.train[session.job.client]]
+        if type(task.schedule) is Constant:
+            rates = np.full(len(steps), task.lr)
+        else:
+            rates = np.array([task.rate(step) for step in steps])
         if large:  # one batch alone is made ready
             x, targets = samples.some(shard, rows), targets[rows]
             rows = np.arange(len(rows))
         else:
             x = samples.of(shard)
-        self._make_room(max(len(batch) for batch in batches))
+        self._make_room(min(session.samples, task.batch_size + 1))  # one sample may join a batch
         run.x, run.labels, run.targets = x, targets.data_ptr(), targets.data_ptr()
         run.rows, run.ends, run.rates = rows.ctypes.data, ends.ctypes.data, rates.ctypes.data
         run.noise = None if noise is None else noise.data_ptr()
         run.steps = len(steps)
-        given = self._space, self._net, _at(self.work), ctypes.byref(run)
+        given = self._space, self._net, _at(self.work), ctypes.addressof(run)
         if dual:
             client, outputs = session.job.client, up(self.program.batch_layers[0].outputs)
             if len(self._dual_room) < 5 * len(targets) * outputs:
                 self._dual_room = _aligned(5 * len(targets) * outputs)
-            gram, count = self._gram(client, x, len(targets)), ctypes.c_long(len(targets))
-            self._library.train_dual(*given, count, _at(gram), _at(self._dual_room))
+            gram = self._gram(client, x, len(targets))
+            self._library.train_dual(*given, len(targets), _at(gram), _at(self._dual_room))
         else:
             self._library.train(*given)
         run.taken += run.steps
@@ -257,7 +290,7 @@ class NativeSolver(AutogradSolver):
         first, task, samples = self.program.batch_layers[0], session.task, session.samples
         if (
             self.program.stages
-            or self.program.filters
+            or self.program.tokens
             or not isinstance(first.layer, Dense)
             or not first.trained
             or type(task.optimizer) is not Sgd
@@ -278,8 +311,7 @@ class NativeSolver(AutogradSolver):
         gram = self._grams.pop(client, None)
         if gram is None:
             gram = _aligned(count * up(count))
-            n, numbers = ctypes.c_long(count), ctypes.c_long(self.program.inputs)
-            self._library.gram(n, numbers, ctypes.c_void_p(samples), _at(gram))
+            self._library.gram(count, self.program.inputs, samples, _at(gram))
         self._grams[client] = gram  # the most recent one comes last
         while len(self._grams) > 1 and sum(g.nbytes for g in self._grams.values()) > _KEPT:
             self._grams.popitem(last=False)
@@ -379,7 +411,7 @@ class _Samples:
 
     def _load(self, x: Tensor) -> int:
         program, count = self._solver.program, len(x)
-        if program.filters:
+        if program.tokens:
             self._kept = x.to(torch.int32).contiguous()
             return self._kept.data_ptr()
         if not program.stages:
@@ -396,7 +428,7 @@ class _Samples:
         x = x.contiguous()
         self._reserve(count * program.inputs)
         loader = self._solver.loader(x.dtype)
-        loader(ctypes.c_long(count), _at(x), _at(self._scale), _at(self._shift), _at(self._buffer))
+        loader(count, _at(x), _at(self._scale), _at(self._shift), _at(self._buffer))
         return self._buffer.ctypes.data
 
     def _reserve(self, numbers: int) -> None:
@@ -440,10 +472,29 @@ def _mask(frozen: Tensor) -> Tensor:
     return (~frozen).to(torch.int32).neg().view(torch.float32)
 
 
-def _at(array: Tensor | NDArray[Any]) -> ctypes.c_void_p:
-    if isinstance(array, Tensor):
-        return ctypes.c_void_p(array.data_ptr())
-    return ctypes.c_void_p(array.ctypes.data)
+def _declare(library: ctypes.CDLL) -> None:
+    """The functions of network.hpp."""
+    number, address = ctypes.c_long, ctypes.c_void_p
+    library.space.restype = address
+    for name, given in {
+        "space": [address, number],
+        "release": [address, address],
+        "train": [address] * 4,
+        "train_dual": [*[address] * 4, number, address, address],
+        "gram": [number, number, address, address],
+        "infer": [*[address] * 4, number, address],
+        "spread": [number, *[address] * 3],
+        "gather": [number, *[address] * 3],
+        "load_bytes": [number, *[address] * 4],
+        "load_numbers": [number, *[address] * 4],
+    }.items():
+        if hasattr(library, name):
+            getattr(library, name).argtypes = given
+
+
+def _at(array: Tensor | NDArray[Any]) -> int:
+    """Its address."""
+    return array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data
 
 
 def _aligned(numbers: int) -> Floats:

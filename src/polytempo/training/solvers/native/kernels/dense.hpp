@@ -61,14 +61,15 @@ static void dense_forward(long n, long IP, long O, bool relu, const float *x, co
         }
 }
 
-// c [M][8 V] = sum over k < L of a(m, k) * b [k][8 V], or c are weights that are moved by it. Rows
-// of b are BS apart, of c CS.
-template <int M, int V, bool moving>
+// What becomes of c [M][8 V], with the sum over k < L of a(m, k) * b [k][8 V]: it is the sum, or that is
+// added, or c are weights that are moved by it. Rows of b are BS apart, of c CS.
+enum Way { STORED, ADDED, MOVED };
+template <int M, int V, Way way>
 TILE void outer_tile(long L, long am, long ak, long BS, long CS, const float *a, const float *b,
                      float *c, const Step *s)
 {
     v8 acc[M * V];
-    EACH(k, M * V) acc[k] = bc(0);
+    EACH(m, M) EACH(v, V) acc[m * V + v] = way == ADDED ? ld(c + m * CS + 8 * v) : bc(0);
     for (long k = 0; k < L; k++, a += ak, b += BS) {
         v8 bv[V];
         EACH(v, V) bv[v] = ldm(b + 8 * v);
@@ -79,7 +80,7 @@ TILE void outer_tile(long L, long am, long ak, long BS, long CS, const float *a,
             EACH(v, V) acc[m * V + v] = fma8(acc[m * V + v], f, bv[v]);
         }
     }
-    if (moving) { // by way of memory: inlined into this function, it would crowd the loop's registers
+    if (way == MOVED) { // by way of memory: inlined into this function, it would crowd the loop's registers
         float sum[M * V * 8] __attribute__((aligned(64)));
         EACH(k, M * V) st(sum + 8 * k, acc[k]);
         __asm__ volatile("" ::: "memory");
@@ -89,35 +90,45 @@ TILE void outer_tile(long L, long am, long ak, long BS, long CS, const float *a,
         EACH(m, M) EACH(v, V) st(c + m * CS + 8 * v, acc[m * V + v]);
 }
 
-template <int M, bool moving>
+template <int M, Way way>
 INLINE void outer_rows(long VV, long L, long am, long ak, long BS, long CS, const float *a,
                        const float *b, float *c, const Step *s)
 {
     long v = 0;
     for (; v + 2 <= VV; v += 2)
-        outer_tile<M, 2, moving>(L, am, ak, BS, CS, a, b + 8 * v, c + 8 * v, s);
-    if (v < VV) outer_tile<M, 1, moving>(L, am, ak, BS, CS, a, b + 8 * v, c + 8 * v, s);
+        outer_tile<M, 2, way>(L, am, ak, BS, CS, a, b + 8 * v, c + 8 * v, s);
+    if (v < VV) outer_tile<M, 1, way>(L, am, ak, BS, CS, a, b + 8 * v, c + 8 * v, s);
 }
 
-template <bool moving>
+template <Way way>
 static void outer(long M, long VV, long L, long am, long ak, long BS, long CS, const float *a,
                   const float *b, float *c, const Step *s)
 {
-    for (; M >= 6; M -= 6, a += 6 * am, c += 6 * CS) outer_rows<6, moving>(VV, L, am, ak, BS, CS, a, b, c, s);
-    for (; M >= 3; M -= 3, a += 3 * am, c += 3 * CS) outer_rows<3, moving>(VV, L, am, ak, BS, CS, a, b, c, s);
-    for (; M >= 1; M -= 1, a += 1 * am, c += 1 * CS) outer_rows<1, moving>(VV, L, am, ak, BS, CS, a, b, c, s);
+    for (; M >= 6; M -= 6, a += 6 * am, c += 6 * CS) outer_rows<6, way>(VV, L, am, ak, BS, CS, a, b, c, s);
+    for (; M >= 3; M -= 3, a += 3 * am, c += 3 * CS) outer_rows<3, way>(VV, L, am, ak, BS, CS, a, b, c, s);
+    for (; M >= 1; M -= 1, a += 1 * am, c += 1 * CS) outer_rows<1, way>(VV, L, am, ak, BS, CS, a, b, c, s);
 }
 
 // dx [n][IP] = dy w.
 static void dense_data_backward(long n, long IP, long O, const float *dy, const float *w, float *dx)
 {
-    outer<false>(n, IP / 8, O, up(O), 1, IP, IP, dy, w, dx, 0);
+    outer<STORED>(n, IP / 8, O, up(O), 1, IP, IP, dy, w, dx, 0);
 }
 
-// Weights moved by dy' x. The gradient is never stored.
-static void dense_step(long n, long IP, long O, const float *x, const float *dy, const Step &s, float *w)
+// Weights moved by dy' x. The gradient is not stored, unless there are so many samples that they are
+// added up in `room`, some at a time.
+static void dense_step(long n, long IP, long O, const float *x, const float *dy, const Step &s, float *w,
+                       float *room)
 {
-    outer<true>(O, IP / 8, n, 1, up(O), IP, IP, dy, x, w, &s);
+    const long some = 256, OP = up(O);
+    if (n <= 2 * some) {
+        outer<MOVED>(O, IP / 8, n, 1, OP, IP, IP, dy, x, w, &s);
+        return;
+    }
+    memset(room, 0, 4 * O * IP);
+    for (; n > 0; n -= some, x += some * IP, dy += some * OP)
+        outer<ADDED>(O, IP / 8, n < some ? n : some, 1, OP, IP, IP, dy, x, room, 0);
+    move_all(s, O * IP, room, w);
 }
 
 // Biases moved by the sum of dy.

@@ -167,6 +167,20 @@ static void layer_norm_backward(long n, long numbers, const float *x, const floa
 
 // ------------------------------------------------------------------ losses: outputs to gradients
 
+// exp(y - top) for every number of a row, their sum; NaN stays NaN.
+INLINE float exponentials(long O, float *y)
+{
+    float top = y[0], sum = 0;
+    for (long o = 1; o < O; o++) top = y[o] > top ? y[o] : top;
+    long o = 0;
+    for (; o + 8 <= O; o += 8) {
+        const v8 e = exp8(ld(y + o) - bc(top));
+        st(y + o, e), sum += total(e);
+    }
+    for (; o < O; o++) sum += y[o] = expf(y[o] - top);
+    return sum;
+}
+
 enum Loss { CROSS_ENTROPY, SQUARED, BINARY };
 
 // y [n][O, rounded up] becomes the gradient of the mean loss over the batch.
@@ -176,9 +190,7 @@ static void loss_backward(int loss, long n, long O, float *y, const int64_t *lab
     const float whole = (float)n * O;
     for (long m = 0; m < n; m++, y += up(O)) {
         if (loss == CROSS_ENTROPY) {
-            float top = y[0], sum = 0;
-            for (long o = 1; o < O; o++) top = y[o] > top ? y[o] : top;
-            for (long o = 0; o < O; o++) sum += y[o] = expf(y[o] - top);
+            const float sum = exponentials(O, y);
             for (long o = 0; o < O; o++) y[o] /= sum * n;
             y[labels[rows[m]]] -= 1.0f / n;
             continue;
@@ -187,4 +199,24 @@ static void loss_backward(int loss, long n, long O, float *y, const int64_t *lab
         for (long o = 0; o < O; o++)
             y[o] = loss == SQUARED ? 2 * (y[o] - t[o]) / whole : (1 / (1 + expf(-y[o])) - t[o]) / whole;
     }
+}
+
+// y [length][n][O, rounded up] becomes the gradient of the mean cross-entropy over all places of the
+// batch whose label is not 0 (padding); labels are [sample][length].
+static void next_token_backward(long n, long length, long O, float *y, const int64_t *labels, const int64_t *rows)
+{
+    long count = 0;
+    for (long m = 0; m < n; m++)
+        for (long t = 0; t < length; t++) count += labels[rows[m] * length + t] != 0;
+    for (long t = 0; t < length; t++)
+        for (long m = 0; m < n; m++, y += up(O)) {
+            const int64_t label = labels[rows[m] * length + t];
+            if (!label) {
+                memset(y, 0, 4 * O);
+                continue;
+            }
+            const float sum = exponentials(O, y);
+            for (long o = 0; o < O; o++) y[o] /= sum * count;
+            y[label] -= 1.0f / count;
+        }
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "dense.hpp"
 #include "layers.hpp"
+#include "recurrent.hpp"
 #include "words.hpp"
 
 enum Kind { DENSE, ACTIVATION, DROPOUT, LAYER_NORM };
@@ -20,7 +21,8 @@ struct Layer {
 struct Net {
     int64_t size, inputs, outputs, layers, criterion; // inputs: numbers per sample, as stored
     Layer layer[MOST];
-    Words words; // what texts go through first, if it has `kinds`
+    Words words;         // what texts go through first, if it has `kinds`
+    Recurrent recurrent; // what sequences go through first, if it has `units`
     Runs shared;
 };
 // What is to be done. Batch k has the samples rows[ends[k - 1]..ends[k]].
@@ -61,8 +63,12 @@ struct Space {
     long room;
     Front front;
     WordSpace words;
+    RecurrentSpace recurrent;
     float *x, *dx, *grad, *y[MOST], *d[MOST], *kept[MOST]; // what the layers begin with, and get
 };
+
+// Rows of a batch of n samples: of a sequence, each token is one.
+static long rows_of(const Net *net, long n) { return net->recurrent.units ? n * net->recurrent.length : n; }
 
 // Layers from number `first` on; with 0, the samples are brought in before.
 static void forward(Space *s, const Net *net, const float *w, const void *samples, const int64_t *rows, long n,
@@ -73,6 +79,8 @@ static void forward(Space *s, const Net *net, const float *w, const void *sample
     } else if (net->words.kinds) {
         find_words(net->words, s->words, w, (const int32_t *)samples, rows, n);
         words_forward(net->words, s->words, w, n, s->x);
+    } else if (net->recurrent.units) {
+        in = s->x = recurrent_forward(net->recurrent, s->recurrent, w, (const int32_t *)samples, rows, n);
     } else if (FEATURES) {
         for (long k = 0; k < n; k++)
             front_forward(s->front, w, x + (rows ? rows[k] : k) * SAMPLE, k, n, noise);
@@ -81,6 +89,7 @@ static void forward(Space *s, const Net *net, const float *w, const void *sample
     } else
         for (long k = 0; k < n; k++)
             memcpy(s->x + k * net->inputs, x + (rows ? rows[k] : k) * net->inputs, 4 * net->inputs);
+    n = rows_of(net, n);
     for (long k = first; k < net->layers; in = s->y[k++]) {
         const Layer &l = net->layer[k];
         if (l.kind == DENSE)
@@ -98,6 +107,8 @@ static void forward(Space *s, const Net *net, const float *w, const void *sample
 static void backward(Space *s, const Net *net, float *w, const void *x, const int64_t *rows, long n,
                      const float *noise, const Step *how, long first = 0)
 {
+    const long samples = n;
+    n = rows_of(net, n);
     const float *past = noise; // the noise of the layer at hand ends here
     if (noise) {
         past += n * FRONT_NOISE;
@@ -111,7 +122,7 @@ static void backward(Space *s, const Net *net, float *w, const void *x, const in
         if (l.kind == DENSE) {
             if (l.option) mask_gradient(n * up(l.outputs), s->y[k], dy);
             if (dx) dense_data_backward(n, l.inputs, l.outputs, dy, w + l.weight, dx);
-            if (l.weight_is >= 0) dense_step(n, l.inputs, l.outputs, in, dy, how[l.weight_is], w + l.weight);
+            if (l.weight_is >= 0) dense_step(n, l.inputs, l.outputs, in, dy, how[l.weight_is], w + l.weight, s->grad + l.weight);
             if (l.bias_is >= 0) bias_step(n, l.outputs, dy, how[l.bias_is], w + l.bias);
         }
         if (l.kind == ACTIVATION && dx) activate_backward(l.option, n * l.inputs, in, dy, dx);
@@ -129,6 +140,8 @@ static void backward(Space *s, const Net *net, float *w, const void *x, const in
         if (!l.wanted) return;
     }
     if (first) return;
+    n = samples;
+    if (net->recurrent.units) recurrent_backward(net->recurrent, s->recurrent, w, n, s->dx, how, s->grad);
     if (net->words.kinds) words_backward(net->words, s->words, w, n, s->x, s->dx, how);
     if (FEATURES) {
         front_begin_gradient(s->front);
@@ -157,8 +170,12 @@ static Step own(Step h)
 
 static void loss(Space *s, const Net *net, const Run *run, const int64_t *rows, long n)
 {
-    const long last = net->layers - 1;
-    memcpy(s->d[last], s->y[last], 4 * n * up(net->outputs));
+    const long last = net->layers - 1, length = net->recurrent.length;
+    memcpy(s->d[last], s->y[last], 4 * rows_of(net, n) * up(net->outputs));
+    if (net->recurrent.units) {
+        next_token_backward(n, length, net->outputs, s->d[last], run->labels, rows);
+        return;
+    }
     loss_backward(net->criterion, n, net->outputs, s->d[last], run->labels, run->targets, rows);
 }
 
@@ -169,16 +186,17 @@ Space *space(const Net *net, long room)
     Space *s = (Space *)calloc(1, sizeof *s);
     s->room = room, s->grad = (float *)take(net->size);
     if (FEATURES) front_space(s->front, room, s->grad);
-    const long inputs = net->layer[0].inputs;
-    if (!FEATURES) s->x = (float *)take(room * inputs);
-    if (net->words.kinds) {
-        s->dx = (float *)take(room * inputs);
-        words_space(net->words, s->words, room);
-    }
+    const long inputs = net->layer[0].inputs, rows = rows_of(net, room);
+    if (net->recurrent.units)
+        recurrent_space(net->recurrent, s->recurrent, room);
+    else if (!FEATURES)
+        s->x = (float *)take(room * inputs);
+    if (net->words.kinds) words_space(net->words, s->words, room);
+    if (net->words.kinds || net->recurrent.units) s->dx = (float *)take(rows * inputs);
     for (long k = 0; k < net->layers; k++) {
-        const long numbers = room * up(net->layer[k].outputs);
+        const long numbers = rows * up(net->layer[k].outputs);
         s->y[k] = (float *)take(numbers), s->d[k] = (float *)take(numbers);
-        s->kept[k] = (float *)take(2 * room);
+        s->kept[k] = (float *)take(2 * rows);
     }
     return s;
 }
@@ -187,8 +205,9 @@ void release(const Net *net, Space *s)
 {
     for (long k = 0; k < net->layers; k++) free(s->y[k]), free(s->d[k]), free(s->kept[k]);
     front_free(s->front);
-    words_free(s->words);
-    free(s->x), free(s->dx), free(s->grad), free(s);
+    words_free(s->words), recurrent_free(s->recurrent);
+    if (!net->recurrent.units) free(s->x); // else it is one of the recurrent layer's
+    free(s->dx), free(s->grad), free(s);
 }
 
 // w is [5][size]: the model, its first moment, the anchor, the second moment, the mask.
@@ -273,7 +292,7 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
             number[rows[m]] = m + 1;
             memcpy(products_of + m * GP, gram + rows[m] * GP, 4 * GP);
         }
-        outer<true>(samples, OP / 8, n, 1, GP, OP, OP, products_of, e, Z, &h);
+        outer<MOVED>(samples, OP / 8, n, 1, GP, OP, OP, products_of, e, Z, &h);
         h.pulled = false, h.decay += u; // C has no anchor
         for (long m = 0; m < samples; m++) {
             for (long o = 0; o < OP; o += 8)
@@ -281,7 +300,8 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
             number[m] = 0;
         }
     }
-    outer<false>(O, IP / 8, samples, 1, OP, IP, IP, C, x, sums, 0);
+    for (long k = 0; k < samples; k += 256) // few enough at a time to stay in a cache
+        outer<ADDED>(O, IP / 8, samples - k < 256 ? samples - k : 256, 1, OP, IP, IP, C + k * OP, x + k * IP, sums, 0);
     for (long k = 0; k < O * IP; k += 8) st(W + k, bc(alpha) * ld(W + k) + ld(sums + k));
     free(none), free(sums), free(products_of), free(number);
 }
@@ -295,8 +315,10 @@ void infer(Space *s, const Net *net, const float *w, const float *x, long n, flo
         const long count = n - begin < s->room ? n - begin : s->room;
         forward(s, net, w, x + begin * sample, 0, count, 0);
         forget_words(s->words);
-        for (long k = 0; k < count; k++, out += net->outputs)
-            memcpy(out, s->y[net->layers - 1] + k * up(net->outputs), 4 * net->outputs);
+        const long length = rows_of(net, 1); // rows are [time][sample]
+        for (long k = 0; k < count; k++)
+            for (long t = 0; t < length; t++, out += net->outputs)
+                memcpy(out, s->y[net->layers - 1] + (t * count + k) * up(net->outputs), 4 * net->outputs);
     }
 }
 
