@@ -296,6 +296,18 @@ def test_join_and_split_are_opposites_and_no_number_is_in_two_places(
         assert parameter.grad.data_ptr() == layout.grad[place].data_ptr()
 
 
+@pytest.mark.parametrize("parts", [Parts(), Parts(personal=["head"])])
+def test_what_is_joined_or_split_is_new(parts):
+    layout = Layout(deep(), parts)
+    shared, own = torch.ones(layout.size), torch.ones(layout.personal)
+    whole = layout.join(shared, own)
+    split = layout.split(whole)
+    whole.zero_()
+    assert bool((torch.cat([shared, own, *split]) == 1).all())
+    with pytest.raises(RuntimeError):
+        layout.join(shared[1:], own)
+
+
 def test_a_frozen_norm_keeps_its_statistics_and_scales_in_training():
     layout = Layout(deep(), Parts(frozen=["norm"]))
     before = {k: v.clone() for k, v in layout.module.state_dict().items() if "conv" not in k}

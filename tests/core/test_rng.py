@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from polytempo.core.rng import rng, stream_seed
@@ -62,3 +64,16 @@ def test_neighbouring_streams_are_uniform_together_and_uncorrelated():
     streams = [rng(0, "client", i).random(1000) for i in range(6)]
     for a, b in itertools.combinations(streams, 2):
         assert abs(np.corrcoef(a, b)[0, 1]) < 4.5 / np.sqrt(1000)
+
+
+@given(seed=st.integers(0, 2**40), name=st.lists(st.integers() | st.text(), max_size=4))
+def test_a_stream_is_numpys_usual_generator_with_that_seed(seed, name):
+    assert rng(seed, *name).bit_generator.state == np.random.PCG64(stream_seed(seed, *name)).state
+
+
+def test_a_seed_with_leading_zeros_is_taken_apart_as_numpy_does(monkeypatch):
+    """One stream in four thousand million has them."""
+    for size in range(17):
+        digest = bytes(range(1, size + 1)) + bytes(16 - size)
+        monkeypatch.setattr("polytempo.core.rng._digest", lambda seed, name: digest)  # noqa: B023
+        assert rng(0).bit_generator.state == np.random.PCG64(stream_seed(0)).state

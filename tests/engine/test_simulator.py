@@ -14,10 +14,11 @@ from polytempo import Federation, PolytempoError, Staleness, Strategy, Task, Upd
 from polytempo.core.errors import Diverged
 from polytempo.core.events import Multicast, as_dict
 from polytempo.core.optimizer import Sgd
+from polytempo.core.rng import rng
 from polytempo.core.schedule import SCHEDULES
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
-from polytempo.simulation.dropout import Delay, Drop, Leave, Trace
+from polytempo.simulation.dropout import Delay, Drop, Leave, NoDropout, Trace
 from polytempo.strategies import (
     P2P,
     PACE,
@@ -279,6 +280,22 @@ def test_a_lost_update_frees_its_slot_and_is_never_folded(small):
     lost = {event["dispatch"] for event in drops}
     assert not lost & {event["dispatch"] for event in of_kind(log, "upload")}
     assert simulator.server.round == 60
+
+
+@pytest.mark.parametrize("dropout", [NoDropout(), Leave(share=0.2, at=1.0), Drop(), Delay()])
+def test_a_fate_is_drawn_by_name_and_only_where_there_is_one(small, dropout, monkeypatch):
+    """A stream costs more than the rest of a launch."""
+    names = []
+
+    def noted(seed, *name):
+        names.append(name)
+        return rng(seed, *name)
+
+    monkeypatch.setattr("polytempo.simulation.engine.rng", noted)
+    simulator, log = make(small, FedAsync(), dropout=dropout, slots=3)
+    simulator.run(10)
+    sent = [("fate", e["client"], "dispatch", e["dispatch"]) for e in of_kind(log, "dispatch")]
+    assert names == (sent if isinstance(dropout, Drop | Delay) else [])
 
 
 def test_synchronous_rounds_survive_losses(small):

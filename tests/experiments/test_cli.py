@@ -3,10 +3,15 @@
 import json
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
+from rich.progress import Progress
 
 from polytempo.cli.commands import COMMANDS, load
+from polytempo.cli.progress import RunProgress
+from polytempo.core.events import Dispatch, Evaluate
+from polytempo.core.metric import ACCURACY
 from polytempo.data import available
 from polytempo.experiments.config import RunConfig
 from polytempo.strategies import STRATEGIES
@@ -129,6 +134,23 @@ def test_progress_goes_to_stderr(finished):
     assert "12/12" in outcome.err
     assert re.search(r"t=[\d.]+s +accuracy [\d.]+%", outcome.err)
     assert "12/12" not in outcome.out
+
+
+def test_the_bar_looks_at_a_run_a_few_times_a_second_and_at_every_evaluation(monkeypatch):
+    """There are thousands of events a second, and none may cost more than the update."""
+    seen, now = [], 100.0
+    monkeypatch.setattr(Progress, "update", lambda *given, **shown: seen.append(shown))
+    monkeypatch.setattr("polytempo.cli.progress.monotonic", lambda: now)
+    engine = SimpleNamespace(metric=ACCURACY, history=[{"accuracy": 0.5}], time=1.0, round=0)
+    with RunProgress(quiet=True) as progress:
+        observe = progress.watch("run")(engine, 100)
+        for engine.round in range(1, 101):
+            now += 0.01
+            observe(Dispatch(0, 1.0, engine.round, 0, 3, 7))
+        rounds = [shown["completed"] for shown in seen]
+        assert rounds[0] == 0 and 9 <= len(rounds) <= 12
+        observe(Evaluate(1, 1.0, 100, 0, "accuracy", 0.5, 1.0))
+    assert seen[-1]["completed"] == 100 and len(seen) == len(rounds) + 1
 
 
 def test_the_progress_of_a_resumed_run_is_where_it_ended(finished, polytempo):

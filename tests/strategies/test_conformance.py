@@ -93,6 +93,16 @@ def test_what_strategies_can_do_is_what_they_are():
     assert {"cfl", "icfl-async", "casa"} <= ALIKE
 
 
+def test_a_second_run_has_the_task_of_its_own(name):
+    """Nothing of the first is left in an object that is used again."""
+    strategy = STRATEGIES.create(name)
+    for rate, batch in ((0.1, 4), (0.3, 8)):
+        task = Task(lr=rate, batch_size=batch)
+        strategy.setup(Context(INITIAL.clone(), SAMPLES, task, seed=3))
+        for client in range(len(SAMPLES)):
+            assert (strategy.task(client).lr, strategy.task(client).batch_size) == (rate, batch)
+
+
 def models(server):
     return [server.strategy.model_for(client).clone() for client in range(len(SAMPLES))]
 

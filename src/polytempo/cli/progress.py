@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from polytempo.cli.console import notes
-from polytempo.core.events import Event
+from polytempo.core.events import Evaluate, Event
 from polytempo.experiments.run import Attach
 from polytempo.simulation import Engine
 from polytempo.simulation.engine import Observer
+
+_INTERVAL = 0.1  # seconds between two looks at a run: events come faster than the screen changes
 
 
 class RunProgress:
@@ -41,7 +44,14 @@ class RunProgress:
             bar = self._bars.add_task(label, total=rounds, state="")
             self._bars.start()
 
+            shown = 0.0
+
             def observe(event: Event | None = None) -> None:
+                nonlocal shown
+                due = event is None or isinstance(event, Evaluate)
+                if not due and monotonic() < shown + _INTERVAL:
+                    return
+                shown = monotonic()
                 metric, history = simulator.metric, simulator.history
                 value = metric.text(history[-1][metric.name] if history else None)
                 state = f"t={simulator.time:,.1f}s  {metric.name} {value}"

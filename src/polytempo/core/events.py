@@ -190,6 +190,7 @@ def _spelling(kind: type[Event]) -> tuple[tuple[str, ...], attrgetter[tuple[Any,
     return keys, attrgetter(*("kind" if key == "event" else key for key in keys))
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
 _SPELLINGS = {kind: _spelling(kind) for kind in KINDS.values()}
 
 
@@ -204,6 +205,6 @@ def to_json(event: Event) -> str:
     NaN: they become null."""
     found = as_dict(event)
     try:
-        return json.dumps(found, allow_nan=False)
+        return _ENCODER.encode(found)
     except ValueError:
-        return json.dumps({key: finite(value) for key, value in found.items()}, allow_nan=False)
+        return _ENCODER.encode({key: finite(value) for key, value in found.items()})

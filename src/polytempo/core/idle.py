@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class IdleClients:
     def discard(self, client: int) -> None:
         self._mark(client, False)
 
-    def at(self, ranks: NDArray[np.int64]) -> list[int]:
+    def at(self, ranks: NDArray[np.int64] | Sequence[int]) -> list[int]:
         """The clients of these ranks (from 0) in the order of their ids."""
         if len(ranks) != 1:
             found: list[int] = np.flatnonzero(self._marks)[ranks].tolist()

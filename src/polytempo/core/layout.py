@@ -136,10 +136,11 @@ class Layout:
     def join(self, shared: Tensor, personal: Tensor | None = None) -> Tensor:
         """A model as it travels, and a client's own part of it, in the order of `vector`; a new
         vector."""
+        if not self.personal:  # in the same order
+            return torch.empty_like(self.vector).copy_(shared)
+        assert personal is not None, "the personal part is missing"
         whole = torch.empty_like(self.vector)
-        assert self.personal == 0 or personal is not None, "the personal part is missing"
-        own = shared[:0] if personal is None else personal
-        for parts, vector in ((self._shared, shared), (self._own, own)):
+        for parts, vector in ((self._shared, shared), (self._own, personal)):
             begin = 0
             for part in parts:
                 size = part.stop - part.start
@@ -149,6 +150,8 @@ class Layout:
 
     def split(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """The opposite of `join`: new vectors."""
+        if not self.personal:
+            return whole.clone(), whole[:0]
         shared, own = (torch.cat([whole[p] for p in parts]) for parts in (self._shared, self._own))
         return shared, own
 

@@ -15,11 +15,17 @@ import numpy as np
 
 def stream_seed(seed: int, *name: str | int) -> int:
     """A 128-bit seed for the stream of that name."""
-    parts = (f"str:{part}" if isinstance(part, str) else f"int:{int(part)}" for part in name)
-    text = "\x1f".join([str(seed), *parts])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+    return int.from_bytes(_digest(seed, name), "little")
 
 
 def rng(seed: int, *name: str | int) -> np.random.Generator:
-    """The random stream of that name."""
-    return np.random.Generator(np.random.PCG64(stream_seed(seed, *name)))
+    """The random stream of that name: numpy's usual generator, seeded by `stream_seed`."""
+    words = np.frombuffer(_digest(seed, name), "<u4")  # as numpy would take the seed apart
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
+
+
+def _digest(seed: int, name: tuple[str | int, ...]) -> bytes:
+    text = str(seed)
+    for part in name:
+        text += f"\x1fstr:{part}" if isinstance(part, str) else f"\x1fint:{int(part)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

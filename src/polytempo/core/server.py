@@ -143,7 +143,9 @@ class Server:
     def receive(self, update: Update) -> list[Action]:
         """Fold an update in, or raise `Refused` and change nothing."""
         sent = self._check(update)
-        update = replace(update, asked=sent.task)
+        update = Update(
+            update.client, update.number, update.vector, update.samples, update.extras, sent.task
+        )
         self.version += self.strategy.fold(update, self._age(sent))
         self._sort_latest()
         self.round += 1
@@ -166,8 +168,10 @@ class Server:
         """The round is over: put the clients that were sent something in it, the last of `open`, in
         the order of their ids. So all of `open` is in order, and each dispatch was sorted once."""
         latest = takewhile(lambda c: self.open[c][-1].round == self.round, reversed(self.open))
-        for client in sorted(latest):
-            self.open.move_to_end(client)
+        found = sorted(latest)
+        if len(found) > 1:
+            for client in found:
+                self.open.move_to_end(client)
 
     def _close(self, client: int, model: Callable[[int], torch.Tensor]) -> list[Action]:
         """The client's training is over; `model` says what it is sent if it is answered at once."""
@@ -202,8 +206,12 @@ class Server:
             for client in stream.integers(self.context.clients, size=32).tolist():
                 if client in self.idle:
                     return [self._send(client, self.strategy.model_for)]
-        ranks = stream.choice(len(self.idle), size=min(free, len(self.idle)), replace=False)
-        return [self._send(client, self.strategy.model_for) for client in self.idle.at(ranks)]
+        idle = len(self.idle)
+        if min(free, idle) == 1:  # what `choice` draws, in a fifth of the time
+            chosen = self.idle.at([int(stream.integers(idle))])
+        else:
+            chosen = self.idle.at(stream.choice(idle, size=min(free, idle), replace=False))
+        return [self._send(client, self.strategy.model_for) for client in chosen]
 
     def _send(
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False

@@ -93,11 +93,17 @@ class Federation:
         if x.dtype != torch.uint8:
             return x
         ready = x.to(torch.float32).div_(255)
-        if self.mean is None or self.std is None:
+        if self._scale is None:
             return ready
-        mean = torch.tensor(self.mean, device=x.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, device=x.device).view(-1, 1, 1)
+        mean, std = (each.to(x.device) for each in self._scale)
         return ready.sub_(mean).div_(std)
+
+    @cached_property
+    def _scale(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Mean and deviation, in the shape of images."""
+        if self.mean is None or self.std is None:
+            return None
+        return torch.tensor(self.mean).view(-1, 1, 1), torch.tensor(self.std).view(-1, 1, 1)
 
     @property
     def labelled(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, cast
 from torch import nn
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.events import to_json
 from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import (
@@ -383,7 +382,7 @@ def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[C
         yield lambda: None
         return
     with Appended(folder / "events.jsonl", keep=simulator.events) as log:
-        simulator.observers.append(lambda event: log.add(to_json(event)))
+        simulator.loggers.append(log.add)
         yield log.flush
 
 

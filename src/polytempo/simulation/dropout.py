@@ -205,7 +205,9 @@ class Timeline:
 
     def at(self, client: int, time: float) -> Change | None:
         """The last change of that client up to that time."""
-        changes = self._of.get(client, [])
+        changes = self._of.get(client)
+        if changes is None:
+            return None
         index = bisect_right([change.time for change in changes], time)
         return changes[index - 1] if index else None
 

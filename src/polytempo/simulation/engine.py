@@ -12,10 +12,10 @@ import heapq
 import math
 import time as wall
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypedDict
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from polytempo.core.bank import PLAIN_STORAGE, Storage
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Plain
+from polytempo.core.rng import rng
 from polytempo.core.strategy import Context, Refill, State, Strategy
 from polytempo.core.task import Task
 from polytempo.data import Federation
@@ -117,6 +118,8 @@ class Engine:
         self.fingerprint = ""
         self.started = False
         self.observers: list[Observer] = []
+        self.loggers: list[Callable[[str], None]] = []  # are told of each event as a line of JSON
+        self.clock = wall.perf_counter  # what `wall` is measured with
         self.extensions: dict[str, Extension] = {}
         self._scores: dict[int, tuple[object, Score]] = {}  # with the revision of the model
         self._evaluated: tuple[Tensor, list[Score]] | None = None  # the same, of a single model
@@ -151,9 +154,13 @@ class Engine:
         """Models sent so far, whatever the direction."""
         return models_sent(self.messages)
 
+    def _spent(self) -> bool:
+        """Whether no more models may be sent."""
+        return self.budget < math.inf and self.sent >= self.budget
+
     def is_over(self) -> bool:
         """Whether the rounds are done, or the budget of messages is spent."""
-        return self.round >= self.limit or self.sent >= self.budget
+        return self.round >= self.limit or self._spent()
 
     def run(
         self,
@@ -412,17 +419,37 @@ class Engine:
         """Tell everybody of an event: its class, and its fields beyond the common head."""
         event = kind(self.events, self.time, self.round, self.version, *fields, **named)
         self.events += 1
-        chained = self.fingerprint + events.to_json(event)
-        self.fingerprint = hashlib.sha256(chained.encode()).hexdigest()[:32]
+        line = events.to_json(event)
+        self.fingerprint = hashlib.sha256((self.fingerprint + line).encode()).hexdigest()[:32]
         for extension in self.extensions.values():
             extension.happened(event)
         for observer in self.observers:
             observer(event)
+        for logger in self.loggers:
+            logger(line)
 
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        begin = wall.perf_counter()
-        try:
-            yield
-        finally:
-            self.wall[what] += wall.perf_counter() - begin
+    def _fate(self, *name: str | int) -> Literal["arrives", "lost"] | float:
+        """What becomes of the update, or the message, of that name. (Most dropout models do not ask
+        for luck, and a stream of random numbers costs more than all the rest here.)"""
+        if type(self.dropout).fate is Dropout.fate:
+            return "arrives"
+        return self.dropout.fate(rng(self.seed, "fate", *name))
+
+    def _timed(self, what: str) -> AbstractContextManager[None]:
+        return _Timed(self.wall, what, self.clock)
+
+
+class _Timed:
+    """Adds the time that is spent within this context. (A function with `contextmanager` takes
+    several times as long, and there are four of these per update.)"""
+
+    __slots__ = ("_begin", "_clock", "_spent", "_what")
+
+    def __init__(self, spent: dict[str, float], what: str, clock: Callable[[], float]) -> None:
+        self._spent, self._what, self._clock = spent, what, clock
+
+    def __enter__(self) -> None:
+        self._begin = self._clock()
+
+    def __exit__(self, *error: object) -> None:
+        self._spent[self._what] += self._clock() - self._begin

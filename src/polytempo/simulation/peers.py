@@ -211,7 +211,7 @@ class PeerSimulator(Engine):
         now = self.timeline.at(client, self.time)
         if now is not None and now.latency is not None:
             seconds = now.latency
-        fate = self.dropout.fate(rng(self.seed, "fate", *name))
+        fate = self._fate(*name)
         if isinstance(fate, float):
             seconds *= fate
         end = self.time + seconds
@@ -312,8 +312,7 @@ class PeerSimulator(Engine):
             return
         self.answers += 1
         self._send(client, token, snapshot)
-        fate = self.dropout.fate(rng(self.seed, "fate", client, "exchange", self.messages["claim"]))
-        if fate == "lost":
+        if self._fate(client, "exchange", self.messages["claim"]) == "lost":
             self.answers -= 1
         else:
             event = protocol.Exchanged(self.nodes[client].identity, token, snapshot)

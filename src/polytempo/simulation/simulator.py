@@ -186,18 +186,19 @@ class Simulator(Engine):
         """The counters were these, and may have gone up. Clients that come or go with a round, or a
         version of the model, do so now; and evaluations are due with rounds."""
         server = self.server
-        passed = {
-            "round": range(round_ + 1, server.round + 1),
-            "version": range(version + 1, server.version + 1),
-        }
-        due = [
-            index
-            for kind, counts in passed.items()
-            for count in counts
-            for index in self.changes_by[kind].get(count, ())
-        ]
-        for index in sorted(due):
-            self._change(index)
+        if self.changes:
+            passed = {
+                "round": range(round_ + 1, server.round + 1),
+                "version": range(version + 1, server.version + 1),
+            }
+            due = [
+                index
+                for kind, counts in passed.items()
+                for count in counts
+                for index in self.changes_by[kind].get(count, ())
+            ]
+            for index in sorted(due):
+                self._change(index)
         evaluate = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
         if evaluate and (server.refill != "cohort" or server.version > version):
             self._record()
@@ -227,7 +228,7 @@ class Simulator(Engine):
             if isinstance(action, Stop):
                 self._emit(events.Urgent, client, action.number)
                 self._post(STOP, action, 0.0)
-            elif self.sent >= self.budget:
+            elif self._spent():
                 return  # the run ends here
             elif action.preempt:
                 self._count("multicast", action.nbytes)
@@ -258,7 +259,7 @@ class Simulator(Engine):
         now = self.timeline.at(client, self.time)
         if now is not None and now.latency is not None:
             seconds = now.latency
-        fate = self.dropout.fate(rng(self.seed, "fate", client, "dispatch", number))
+        fate = self._fate(client, "dispatch", number)
         if isinstance(fate, float):
             seconds *= fate
         stream = ("client", client, "dispatch", number)

@@ -41,6 +41,7 @@ class GraphStrategy(Strategy):
         self.bank = self.new_bank(context.clients, context.storage)  # phi
         self.rows = CollaborationGraph(self.prior)  # W
         self.bases = Bases(context.clients)
+        self.asked = self._task()
 
     def new_bank(self, rows: int, storage: Storage = PLAIN_STORAGE) -> ModelBank:
         """Vectors that are compared as models, or by their displacement from the initial one."""
@@ -49,6 +50,9 @@ class GraphStrategy(Strategy):
         return ModelBank(rows, initial, origin, storage)
 
     def task(self, client: int) -> Task:
+        return self.asked
+
+    def _task(self) -> Task:
         """The local loss plus `lam` times the dissimilarity from the received model (PACE Eq. 4);
         with an anchor, plus `(lam/2) ||theta - anchor||^2`."""
         task = self.context.task

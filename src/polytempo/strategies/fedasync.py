@@ -42,10 +42,12 @@ class FedAsync(Strategy):
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.model = context.initial
+        self.asked = context.task
+        if self.rho:
+            self.asked = replace(context.task, objective=Proximal(self.rho))
 
     def task(self, client: int) -> Task:
-        task = self.context.task
-        return replace(task, objective=Proximal(self.rho)) if self.rho else task
+        return self.asked
 
     def model_for(self, client: int) -> Tensor:
         return self.model

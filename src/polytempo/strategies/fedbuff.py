@@ -40,9 +40,10 @@ class FedBuff(Strategy):
         self.model = context.initial
         self.total = torch.zeros_like(self.model)
         self.count = 0
+        self.asked = replace(context.task, upload="delta")
 
     def task(self, client: int) -> Task:
-        return replace(self.context.task, upload="delta")
+        return self.asked
 
     def model_for(self, client: int) -> Tensor:
         return self.model
