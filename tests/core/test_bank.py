@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from polytempo.core import bank as module
 from polytempo.core import precision
-from polytempo.core.bank import PLAIN_STORAGE, WIDTH, ModelBank, Storage
+from polytempo.core import tiles as tiling
+from polytempo.core.bank import PLAIN_STORAGE, ModelBank, Storage
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
+from polytempo.core.tiles import WIDTH
 from polytempo.storage import load_state, mapped, save_state
 
 CLIENTS, SIZE = 5, 7
@@ -46,8 +48,9 @@ KINDS = {  # precision of the vectors, storage, tolerance
 def make_tiny(patch: pytest.MonkeyPatch) -> None:
     """Banks made from now on have tiles of 2 rows and 4 columns, and blocks of 2 rows; 4 numbers
     share a scale."""
-    for name, value in {"BLOCK": 1, "TILE": 8, "WIDTH": 4}.items():
-        patch.setattr(module, name, value)
+    patch.setattr(module, "BLOCK", 1)
+    patch.setattr(tiling, "TILE", 8)
+    patch.setattr(tiling, "WIDTH", 4)
     patch.setattr(precision, "GROUP", 4)
 
 
