@@ -57,12 +57,12 @@ def spectrum(similarity: FloatArray) -> Spectrum:
 def stays_whole(similarity: FloatArray, needed: float) -> bool:
     """Whether `spectrum` would certainly find either one part or a gap of less than `needed`.
 
-    The largest eigenvalue of the normalised affinity is 1, of the vector of the roots of the
-    degrees. Lanczos' method, orthogonally to that one, has approximations of the next (Ritz values)
-    after a few steps. They are never above the eigenvalues, and below them by their residuals at
-    most, so they bound every gap but the first from above, and the first from below. (As any such
-    method, it would overlook an eigenvector to which the vector that it starts from is exactly
-    orthogonal.) Nothing is remembered: a resumed run answers the same.
+    The largest eigenvalue of the normalised affinity is 1, and the roots of the degrees are its
+    vector. Lanczos' method, orthogonally to that one, has approximations of the next (Ritz values)
+    after a few steps. None is above its eigenvalue, nor below it by more than its residual, so that
+    the first gap is bounded from below and all others from above. (As any such method does, it
+    overlooks an eigenvector to which the vector that it starts from is orthogonal.) Nothing is
+    remembered from one arrival to the next: a resumed run answers the same.
     """
     size = len(similarity)
     if size <= FEW:
