@@ -41,8 +41,7 @@ Pass = Callable[[Tensor, FloatArray, int], FloatArray]
 Kernel = Callable[[Tensor, Measure], Pass]
 
 BLOCK = 2**26  # bytes in a block, about
-LARGE = 2**24  # bytes of a bank for which threads and compiled code pay
-SHARD = 2**22  # bytes of such a bank that a thread takes at a time, about
+SHARD = 2**22  # bytes that a thread takes at a time, about
 ALIGN = 16  # rows begin at multiples of it: the last bits of a sum depend on the alignment
 
 
@@ -75,7 +74,7 @@ class Storage:
     `kernel`, `spread`: compiled code for large banks, which is asked for when it is first needed
     (None: there is none), and threads for them; both in `polytempo.native.sweep`. Threads do not
     change a bit. Compiled code takes sums in another order than torch, and draws other random
-    numbers for the rounding.
+    numbers for the rounding. `large`: the bytes from which on they pay.
     """
 
     bits: Literal[8, 16, 32] = 32
@@ -83,6 +82,7 @@ class Storage:
     seed: int = 0
     kernel: Callable[[], Kernel | None] = no_kernel
     spread: Spread = in_turn
+    large: int = 2**24
 
     def format(self, dtype: torch.dtype) -> Exact:
         """How vectors of that type are written down."""
@@ -198,7 +198,7 @@ class ModelBank:
 
     def _pass(self, moved: Tensor, shares: FloatArray, measure: Measure) -> tuple[FloatArray, ...]:
         """`Tiles.sweep` over all rows, or the same by compiled code."""
-        large = self._distinct * self._bytes >= LARGE
+        large = self._distinct * self._bytes >= self.storage.large
         longest = max(SHARD // self._bytes, 1) if large else self._block_rows
         spread = self.storage.spread if large else in_turn
         kernel = self.storage.kernel() if large and moved.dtype == torch.float32 else None
