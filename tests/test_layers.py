@@ -22,7 +22,10 @@ ALLOWED = {
         *("network", "files", "native"),
     },
     "network": {"core", "training", "nodes", "storage", "files"},
-    "bench": {"core", "data", "models", "training", "strategies", "simulation", "network", "nodes"},
+    "bench": {
+        *("core", "data", "models", "training", "strategies", "simulation", "network", "nodes"),
+        "native",
+    },
     "cli": {
         *("core", "data", "models", "training", "nodes", "strategies", "simulation", "network"),
         *("report", "experiments", "bench"),
