@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from polytempo.native.build import NoCompiler, find_compiler
 from polytempo.training import Job, Solver
-from polytempo.training.solvers.native.build import NoCompiler, find_compiler
 
 try:
     find_compiler()

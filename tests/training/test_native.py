@@ -18,11 +18,11 @@ from polytempo.core.objective import Drift, Plain, Proximal, Pull
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.models import Inputs, build
+from polytempo.native import build as building
+from polytempo.native.build import NoCompiler, find_compiler, library
 from polytempo.training import AutogradSolver, Exam, Job, make_executor
 from polytempo.training.jobs import PERSONAL, Swap
-from polytempo.training.solvers.native import build as building
 from polytempo.training.solvers.native import solver as native_solver
-from polytempo.training.solvers.native.build import NoCompiler, find_compiler, library
 from polytempo.training.solvers.native.chain import Unfit, chain
 from polytempo.training.solvers.native.solver import NativeSolver
 
@@ -238,9 +238,7 @@ def test_what_diverges_is_seen():
         upload = solver.carry_out(Job(0, solver.layout.read(), task, ("x",))).upload
         assert not bool(upload.isfinite().all())
     nan = solver.layout.read() * float("nan")
-    assert not bool(
-        solver.carry_out(Job(0, nan, Task(steps=1), ("x",))).upload.isfinite().any()
-    )
+    assert not bool(solver.carry_out(Job(0, nan, Task(steps=1), ("x",))).upload.isfinite().any())
 
 
 def test_nan_in_one_pixel_survives_pooling():

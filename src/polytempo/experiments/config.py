@@ -14,7 +14,7 @@ import pydantic
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 
-from polytempo.core.bank import Storage
+from polytempo.core.bank import Storage, in_memory
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.layout import BufferPolicy, Parts
 from polytempo.core.optimizer import OPTIMIZERS
@@ -24,10 +24,12 @@ from polytempo.core.strategy import Refill, Strategy
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS, Federation
 from polytempo.files import replace_text
+from polytempo.native.sweep import compiled_sweep, on_threads
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.storage import mapped
 from polytempo.strategies import STRATEGIES
 from polytempo.training import PROBLEMS, BackendName, Problem, SolverName, problem_for
+from polytempo.training.executors.processes import cores
 
 Spec = str | dict[str, Any]
 _REGISTRIES: dict[str, Registry[Any]] = {
@@ -255,10 +257,14 @@ class RunConfig(BaseModel):
 
     def storage(self) -> Storage:
         """How the server keeps its models."""
-        if self.bank == "disk":
-            return Storage(allocate=mapped())
-        bits: dict[str, Literal[8, 16, 32]] = {"memory": 32, "half": 16, "int8": 8}
-        return Storage(bits[self.bank], seed=self.seed)
+        bits: dict[str, Literal[8, 16, 32]] = {"half": 16, "int8": 8}
+        return Storage(
+            bits.get(self.bank, 32),
+            mapped() if self.bank == "disk" else in_memory,
+            self.seed,
+            compiled_sweep,
+            on_threads(cores()),
+        )
 
     def task(self) -> Task:
         return Task(**{name: getattr(self, name) for name in TASK})

@@ -11,11 +11,11 @@ from torch import nn
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.data import Federation
+from polytempo.native.build import NoCompiler
 from polytempo.training.executors.executor import Executor
 from polytempo.training.executors.processes import Processes, cores
 from polytempo.training.problem import Problem
 from polytempo.training.solvers.autograd import AutogradSolver
-from polytempo.training.solvers.native.build import NoCompiler
 from polytempo.training.solvers.native.chain import Unfit
 from polytempo.training.solvers.native.solver import NativeSolver
 
