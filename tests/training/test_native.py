@@ -238,9 +238,7 @@ def test_what_diverges_is_seen():
         upload = solver.carry_out(Job(0, solver.layout.read(), task, ("x",))).upload
         assert not bool(upload.isfinite().all())
     nan = solver.layout.read() * float("nan")
-    assert not bool(
-        solver.carry_out(Job(0, nan, Task(steps=1), ("x",))).upload.isfinite().any()
-    )
+    assert not bool(solver.carry_out(Job(0, nan, Task(steps=1), ("x",))).upload.isfinite().any())
 
 
 def test_nan_in_one_pixel_survives_pooling():
