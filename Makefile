@@ -25,8 +25,8 @@ demo: $(READY)
 	@echo "Open runs/demo/report.html, or look at runs/demo/*.png"
 
 lint: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 
 types: $(READY)
 	$(BIN)/mypy

@@ -31,7 +31,7 @@ COLUMNS = (
 )
 SOLVERS: dict[str, dict[str, Any]] = {
     "torch": {"solver": "torch", "backend": "serial"},
-    "dense": {"solver": "dense", "backend": "serial"},
+    "native": {"solver": "native", "backend": "serial"},
     "processes": {"solver": "torch", "backend": "processes", "workers": 2},
 }
 DATA: dict[str, dict[str, Any]] = {

@@ -1,20 +1,25 @@
-"""What comes of jobs, for tests that look at the uploads alone; and a device that is not here."""
+"""What comes of jobs, for tests that look at the uploads alone; native training, where there is a
+compiler; and a device that is not here."""
 
-from collections.abc import Sequence
-
+import pytest
 import torch
 from torch import Tensor
 
+from polytempo.native.build import NoCompiler, find_compiler
 from polytempo.training import Job, Solver
+
+try:
+    find_compiler()
+    _missing = ""
+except NoCompiler as error:
+    _missing = str(error)
+HAS_COMPILER = not _missing
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason=_missing)
+NATIVE = pytest.param("native", marks=needs_compiler)
 
 
 def upload_of(solver: Solver, job: Job) -> Tensor:
-    return solver.carry_out([job])[0].upload
-
-
-def uploads_of(solver: Solver, jobs: Sequence[Job]) -> list[Tensor]:
-    """Of jobs that are done together."""
-    return [outcome.upload for outcome in solver.carry_out(jobs)]
+    return solver.carry_out(job).upload
 
 
 class WithoutDoubles(Tensor):

@@ -9,19 +9,23 @@ ROOT = Path(polytempo.__file__).parent
 # What each package may import, besides itself. `polytempo/__init__.py` sees all.
 ALLOWED = {
     "core": set(),
+    "native": {"core"},
     "data": {"core"},
     "models": {"core"},
-    "training": {"core", "data", "models"},
+    "training": {"core", "data", "models", "native"},
     "nodes": {"core"},
     "strategies": {"core", "nodes"},
     "simulation": {"core", "data", "models", "training", "strategies", "nodes", "storage"},
     "report": {"core", "files"},
     "experiments": {
         *("core", "data", "models", "training", "strategies", "simulation", "report", "storage"),
-        *("network", "files"),
+        *("network", "files", "native"),
     },
     "network": {"core", "training", "nodes", "storage", "files"},
-    "bench": {"core", "data", "models", "training", "strategies", "simulation", "network", "nodes"},
+    "bench": {
+        *("core", "data", "models", "training", "strategies", "simulation", "network", "nodes"),
+        "native",
+    },
     "cli": {
         *("core", "data", "models", "training", "nodes", "strategies", "simulation", "network"),
         *("report", "experiments", "bench"),

@@ -26,8 +26,9 @@ from polytempo.core.strategy import Context
 from polytempo.core.task import Task
 from polytempo.models import Inputs, build
 from polytempo.strategies import STRATEGIES
-from polytempo.strategies.splitting import spectrum as whole
+from polytempo.strategies.splitting import stays_whole
 from polytempo.training import AutogradSolver, Exam
+from solving import HAS_COMPILER
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_plain_training_descends_as_ours_does(federation):
 def test_training_figures_fit_together(monkeypatch):
     monkeypatch.setattr("polytempo.bench.cases.CLIENTS", 12)
     found = measure_training("mlp", workers=2, repeats=2, arrivals=3)
-    assert found["backend"] == "dense on 2 processes"
+    assert found["backend"].startswith("native on 2" if HAS_COMPILER else "torch on 2")
     assert found["parameters"] == 900 * 300 + 300 + 300 * 5 + 5
     assert len(found["ratios"]) == 2
     assert min(found["ratios"]) <= found["ratio"] <= max(found["ratios"])
@@ -95,9 +96,12 @@ def test_training_figures_fit_together(monkeypatch):
 
 
 def test_server_figures_fit_together():
-    found = measure_server(30, 2_000, repeats=3)
-    assert found["fold_ms"] > 0 and found["read_ms"] > 0
-    assert 3 / 30 <= found["touched"] <= 1  # at least a client's own group
+    found = measure_server(30, 2_000, 20, "half", repeats=3)
+    assert (found["clients"], found["uploads"], found["bank"]) == (30, 20, "half")
+    for way in ("torch_ms", "compiled_ms"):
+        assert list(found[way]) == ["1", "2"] and min(found[way].values()) > 0
+    assert found["read_ms"] > 0 and found["peak_mb"] > 0
+    assert 2 / 30 <= found["touched"] <= 1  # at least those of a client's own group
 
 
 def test_reading_more_takes_longer_and_beyond_the_most_in_proportion():
@@ -117,14 +121,15 @@ def test_scale_runs_the_command_in_a_process_of_its_own(monkeypatch):
 
 
 def test_the_command_prints_tables_and_writes_json(monkeypatch, tmp_path):
-    monkeypatch.setattr(suite, "SIZES", ((10, 500),))
+    monkeypatch.setattr(suite, "SIZES", ((10, 500, 10),))
+    monkeypatch.setattr(suite, "BANKS", ["int8"])
     monkeypatch.setattr(suite, "BOOKS", ((50, 5, 30),))
     monkeypatch.setattr(suite, "CLIENTS", (20,))
     monkeypatch.setattr(suite, "measure_scale", functools.partial(measure_scale, rounds=3))
     file = tmp_path / "bench.json"
     done = CliRunner().invoke(app, ["bench", "server", "scale", "--out", str(file)])
     assert done.exit_code == 0, done.output
-    assert "10 x 500" in done.output and "GFLOP/s" in done.output and "MB" in done.output
+    assert "10 x 500, int8" in done.output and "GFLOP/s" in done.output and "MB" in done.output
     found = json.loads(file.read_text())
     assert [row["clients"] for row in found["server"] + found["scale"]] == [10, 20]
     [books] = found["bookkeeping"]
@@ -143,10 +148,15 @@ def test_a_wrong_part_or_folder_is_said_at_once(tmp_path):
 
 def test_casas_step_is_measured_at_its_most_expensive(monkeypatch):
     calls = []
-    monkeypatch.setattr(casa, "spectrum", lambda alike: calls.append(len(alike)) or whole(alike))
+
+    def counting(alike, needed):
+        calls.append(len(alike))
+        return stays_whole(alike, needed)
+
+    monkeypatch.setattr(casa, "stays_whole", counting)
     row = measure_clusters(12, 30, repeats=3)
     assert calls == [12] * 4  # on every arrival, of the whole cluster
-    assert row["fold_ms"] > 0
+    assert row["fold_ms"] > 0 and row["spectrum_ms"] > 0
 
 
 def test_growth_is_the_exponent():

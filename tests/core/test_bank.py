@@ -3,6 +3,7 @@
 import copy
 import math
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from hypothesis import strategies as st
 
 from polytempo.core import bank as module
 from polytempo.core import precision
-from polytempo.core.bank import PLAIN_STORAGE, WIDTH, ModelBank, Storage
+from polytempo.core import tiles as tiling
+from polytempo.core.bank import PLAIN_STORAGE, ModelBank, Storage
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
+from polytempo.core.tiles import WIDTH, in_turn
+from polytempo.native.sweep import compiled_sweep, on_threads
 from polytempo.storage import load_state, mapped, save_state
 
 CLIENTS, SIZE = 5, 7
@@ -41,14 +45,21 @@ KINDS = {  # precision of the vectors, storage, tolerance
     "half": (torch.float32, Storage(bits=16, allocate=poisoned), 2e-2),
     "int8": (torch.float32, Storage(bits=8, allocate=poisoned), 0.3),
 }
+LARGE = {"kernel": compiled_sweep, "spread": on_threads(2), "large": 0}
+KINDS |= {
+    f"large {kind}": (dtype, replace(storage, **LARGE), tolerance)
+    for kind, (dtype, storage, tolerance) in KINDS.items()
+}
 
 
-def make_tiny(patch: pytest.MonkeyPatch) -> None:
-    """Banks made from now on have tiles of 2 rows and 4 columns, and blocks of 2 rows; 4 numbers
-    share a scale."""
-    for name, value in {"BLOCK": 1, "TILE": 8, "WIDTH": 4}.items():
-        patch.setattr(module, name, value)
-    patch.setattr(precision, "GROUP", 4)
+def make_tiny(patch: pytest.MonkeyPatch, kind: str = "") -> None:
+    """Banks made from now on have blocks of 2 rows, and tiles of 2 rows and 4 columns; 4 numbers
+    share a scale (128 where that is compiled)."""
+    columns = 128 if kind == "large int8" else 4
+    patch.setattr(module, "BLOCK", 1)
+    patch.setattr(tiling, "TILE", 2 * columns)
+    patch.setattr(tiling, "WIDTH", columns)
+    patch.setattr(precision, "GROUP", columns)
 
 
 def bank(origin: str, dtype=torch.float64, storage=PLAIN_STORAGE) -> ModelBank:
@@ -137,7 +148,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("tiles", ["large", "tiny"])
-@pytest.mark.parametrize("kind", ["double", "single", "mapped", "half"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "int8" not in kind])
 @pytest.mark.parametrize("origin", ORIGINS)
 @settings(max_examples=30, deadline=None)
 @given(steps=STEPS)
@@ -146,7 +157,7 @@ def test_bank_equals_plain_loops_after_any_operations(origin, kind, tiles, steps
     loops = Loops(origin)
     with pytest.MonkeyPatch.context() as patch:
         if tiles == "tiny":
-            make_tiny(patch)
+            make_tiny(patch, kind)
         made = bank(origin, dtype, storage)
         for number, (what, how) in enumerate(steps):
             vector = draw("step", number)
@@ -170,15 +181,16 @@ def test_bank_equals_plain_loops_after_any_operations(origin, kind, tiles, steps
         agree(made, loops, draw("probe"), tolerance)
 
 
+@pytest.mark.parametrize("large", [{}, LARGE])
 @pytest.mark.parametrize("bits", [8, 16, 32])
 @pytest.mark.parametrize("touched", [0.0, 0.1, 0.7, 1.0])
-def test_tiles_of_the_real_size_cover_rows_and_columns(touched, bits):
+def test_tiles_of_the_real_size_cover_rows_and_columns(touched, bits, large):
     """A width that is no multiple of anything, in two columns of tiles and several rows of them."""
     clients, size = 30, WIDTH + 4567
     stream = rng(3, "real")
     common = stream.normal(size=size)
     dense = (common + stream.normal(size=(clients, size))).astype(np.float32)
-    made = ModelBank(clients, torch.zeros(size), storage=Storage(bits, poisoned))
+    made = ModelBank(clients, torch.zeros(size), storage=Storage(bits, poisoned, **large))
     for client, row in enumerate(dense):
         made.set(client, torch.from_numpy(row))
     theta = (common + stream.normal(size=size)).astype(np.float32)
@@ -262,7 +274,7 @@ def test_what_is_mixed_in_reaches_no_row_of_weight_zero():
     assert all(made.row(client).tolist() == INITIAL for client in (0, 2, 3, 4))
 
 
-@pytest.mark.parametrize("kind", ["double", "single", "mapped"])
+@pytest.mark.parametrize("kind", ["double", "single", "mapped", "large single"])
 def test_rows_without_weight_are_left_out_of_a_sum_even_if_infinite(kind):
     dtype, storage, _ = KINDS[kind]
     made = bank("zero", dtype, storage)
@@ -468,10 +480,11 @@ def cosines_from_rows(made: ModelBank, probe: torch.Tensor) -> list[float]:
     return [-row @ other / np.linalg.norm(row) / np.linalg.norm(other) for row in rows]
 
 
+@pytest.mark.parametrize("large", [{}, {**LARGE, "spread": in_turn}])
 @pytest.mark.parametrize("bits", [8, 16, 32])
-def test_norms_stay_right_after_ten_thousand_mixes(bits):
+def test_norms_stay_right_after_ten_thousand_mixes(bits, large):
     stream = rng(5, "mixes")
-    made = ModelBank(CLIENTS, torch.zeros(200), storage=Storage(bits))
+    made = ModelBank(CLIENTS, torch.zeros(200), storage=Storage(bits, **large))
     weights = 10.0 ** stream.uniform(-4, 0, size=(10_000, CLIENTS))
     common = torch.from_numpy(stream.normal(size=200)).float()
     for step in weights:
@@ -576,7 +589,7 @@ def go_on(made: ModelBank) -> list[np.ndarray]:
 def test_bank_continues_from_its_state_to_the_bit(origin, kind, tiles, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         if tiles == "tiny":
-            make_tiny(patch)
+            make_tiny(patch, kind)
         made = lived_in(origin, kind)
         save_state(tmp_path / "bank", made.state_dict())
         dtype, storage, _ = KINDS[kind]

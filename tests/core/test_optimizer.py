@@ -45,27 +45,6 @@ def test_steps_are_those_of_torch(ours, seed, lr):
 
 @settings(max_examples=40)
 @given(ours=ANY, seed=st.integers(0, 10**6))
-def test_a_gradient_may_be_added_piece_by_piece_to_many_models_at_once(ours, seed):
-    """As solvers do that never store it: three models, two pieces of the gradient each."""
-    draw = torch.Generator().manual_seed(seed)
-    models = torch.randn(3, 5, generator=draw, dtype=torch.float64)
-    alone = [model.clone() for model in models]
-    moments, theirs = ours.begin(models), [ours.begin(model) for model in alone]
-    for _ in range(4):
-        pieces = torch.randn(2, 3, 5, generator=draw, dtype=torch.float64)
-        for k, model in enumerate(alone):
-            grad = pieces[:, k].sum(0)
-            ours.regularise(model, grad)
-            ours.step(model, grad, theirs[k], 0.1)
-        total, keep = ours.accumulator(moments)
-        total.mul_(keep).add_(pieces[0]).add_(pieces[1])
-        ours.regularise(models, total)
-        ours.descend(models, moments, 0.1)
-        torch.testing.assert_close(models, torch.stack(alone), rtol=1e-10, atol=1e-12)
-
-
-@settings(max_examples=40)
-@given(ours=ANY, seed=st.integers(0, 10**6))
 def test_what_is_kept_is_all_that_the_next_steps_depend_on(ours, seed):
     """Moments that begin anew, but for those that are kept, and have no value of before."""
     draw = torch.Generator().manual_seed(seed)

@@ -31,6 +31,7 @@ from polytempo.strategies import (
     Standalone,
 )
 from polytempo.training import AutogradSolver, Exam, Executor, Job, Score, make_executor
+from solving import HAS_COMPILER, needs_compiler
 
 TASK = Task(epochs=1, batch_size=3, lr=0.05)
 ROUNDS = 14
@@ -167,7 +168,7 @@ def assert_same(a: Run, b: Run) -> None:
 def crews(small) -> Iterator[dict[tuple[str, int], Executor]]:
     """Backends whose workers stay for all tests (it takes longer to start them than to use them).
     Runs follow one another on them, and must not notice."""
-    kinds = [("torch", 1), ("torch", 2), ("torch", 3), ("dense", 2)]
+    kinds = [("torch", 1), ("torch", 2), ("torch", 3)] + [("native", 2)] * HAS_COMPILER
     with ExitStack() as stack:
         yield {kind: stack.enter_context(backend_of(small, *kind)) for kind in kinds}
 
@@ -188,17 +189,16 @@ def without_scores(log: Sequence[dict]) -> list[dict]:
 
 
 @forking
+@needs_compiler
 @pytest.mark.parametrize("name", WORLDS)
-def test_batches_change_nothing_but_the_last_digits(small, crews, name):
+def test_native_training_changes_nothing_but_the_last_digits(small, crews, name):
     serial = serial_run(small, name)
-    backend = backend_of(small, "dense")
-    assert backend.solver.group > 1
-    batched = whole_run(small, WORLDS[name], backend)
-    assert_same(whole_run(small, WORLDS[name], crews["dense", 2]), batched)
-    assert without_scores(batched.log) == without_scores(serial.log)
-    for mine, theirs in zip(batched.models, serial.models, strict=True):
+    native = whole_run(small, WORLDS[name], backend_of(small, "native"))
+    assert_same(whole_run(small, WORLDS[name], crews["native", 2]), native)
+    assert without_scores(native.log) == without_scores(serial.log)
+    for mine, theirs in zip(native.models, serial.models, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
-    for mine, theirs in zip(batched.history, serial.history, strict=True):
+    for mine, theirs in zip(native.history, serial.history, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
@@ -251,10 +251,11 @@ def test_a_run_goes_on_with_another_backend(small, crews, name, tmp_path):
 
 
 @forking
+@needs_compiler
 @pytest.mark.parametrize("name", ["pace", "standalone"])
-def test_a_batched_run_goes_on_with_another_number_of_workers(small, crews, name, tmp_path):
-    whole = whole_run(small, WORLDS[name], crews["dense", 2])
-    backends = [lambda: backend_of(small, "dense"), lambda: crews["dense", 2]]
+def test_a_native_run_goes_on_with_another_number_of_workers(small, crews, name, tmp_path):
+    whole = whole_run(small, WORLDS[name], crews["native", 2])
+    backends = [lambda: backend_of(small, "native"), lambda: crews["native", 2]]
     assert_same(run_in_pieces(small, WORLDS[name], backends, tmp_path / "state"), whole)
 
 
@@ -283,16 +284,16 @@ class Eager:
     def __init__(self, solver: AutogradSolver) -> None:
         self.solver = solver
         self.jobs: list[Job] = []
-        self.answers: list[tuple[int, list]] = []
+        self.answers: list[tuple[int, Any]] = []
 
-    def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        self.jobs += jobs
-        self.answers.append((worker, self.solver.carry_out(jobs)))
+    def train(self, worker: int, job: Job) -> None:
+        self.jobs.append(job)
+        self.answers.append((worker, self.solver.carry_out(job)))
 
-    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
-        self.answers.append((worker, [self.solver.evaluate(exam) for exam in exams]))
+    def evaluate(self, worker: int, exam: Exam) -> None:
+        self.answers.append((worker, self.solver.evaluate(exam)))
 
-    def receive(self) -> tuple[int, list]:
+    def receive(self) -> tuple[int, Any]:
         return self.answers.pop(0)
 
     def peak_memory(self) -> float:

@@ -131,9 +131,16 @@ def test_parts_are_lists_of_names():
     assert make_config({}).parts() == Parts([], [])
 
 
-def test_the_batched_backend_is_a_solver_now():
-    with pytest.raises(PolytempoError, match="use --solver dense"):
-        make_config({"backend": "batched"})
+@pytest.mark.parametrize(
+    ("old", "said"),
+    [
+        ({"backend": "batched"}, "backend batched is now a solver: use --solver native, or auto"),
+        ({"solver": "dense"}, "solver dense is now a part of native: use --solver native, or auto"),
+    ],
+)
+def test_who_asks_for_what_has_gone_is_told_what_there_is(old, said):
+    with pytest.raises(PolytempoError, match=said):
+        make_config(old)
 
 
 def test_things_with_options_may_be_tables(resolved, tmp_path):

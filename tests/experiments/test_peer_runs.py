@@ -124,7 +124,7 @@ def test_what_is_about_a_server_is_refused_in_simulations_and_on_networks(name, 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"until": 9.0}, {"versions": 9}, {"solver": "dense"}, {"strategy": "p2p:score_fusions=true"}],
+    [{"until": 9.0}, {"versions": 9}, {"strategy": "p2p:score_fusions=true"}],
 )
 def test_what_is_about_a_simulation_is_refused_on_networks(settings):
     with pytest.raises(PolytempoError, match="is for simulations, not for peers on a network: "):

@@ -14,6 +14,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import make_config
 from polytempo.experiments.peer import client_of
 from polytempo.experiments.peer_group import Group
+from solving import NATIVE
 
 TINY = ("--data", "synthetic:groups=2,features=8", "--clients", 2, "--model", "linear")
 
@@ -93,6 +94,18 @@ def test_what_a_run_of_peers_refuses_is_refused_on_a_network_too(tmp_path):
 
 def test_a_peer_trains_on_the_device_that_it_is_given(tmp_path):
     assert "device 'abacus' cannot be used here" in error(*peer(tmp_path, "--device", "abacus"))
+
+
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
+def test_a_peer_trains_with_the_solver_that_it_is_given(tmp_path, solver):
+    outcome = polytempo(*peer(tmp_path, "--solver", solver, "--strategy", "p2p:target=20"))
+    assert outcome.exit_code == 0, outcome.output
+    assert json.loads((tmp_path / "p" / "result.json").read_text())["solver"] == solver
+
+
+def test_a_solver_that_a_peer_cannot_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYTEMPO_CXX", "none-such")
+    assert "solver native: POLYTEMPO_CXX" in error(*peer(tmp_path, "--solver", "native"))
 
 
 def test_a_peer_is_judged_by_the_metric_of_its_problem(tmp_path):

@@ -29,8 +29,6 @@ RATE = 0.1
 class Quadratic:
     """Client i's loss is `|w - c_i|^2 / 2`; a mini-batch adds noise to its gradient."""
 
-    group = 1
-
     def __init__(self, noise: float) -> None:
         module = nn.Linear(SIZE, 1, bias=False)
         nn.init.constant_(module.weight, 0.7)
@@ -38,11 +36,8 @@ class Quadratic:
         self.problem = problem_for(federation())
         self.noise = noise
 
-    def kind(self, job):
-        return None
-
-    def carry_out(self, jobs):
-        return [Outcome(self.train(job), {}, {}) for job in jobs]
+    def carry_out(self, job):
+        return Outcome(self.train(job), {}, {})
 
     def train(self, job):
         task, w = job.task, job.params.clone()

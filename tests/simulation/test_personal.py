@@ -21,6 +21,7 @@ from polytempo.simulation.metrics import over_clients
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import STRATEGIES, FedAvg
 from polytempo.training import PERSONAL, Executor, Job, Score, make_executor
+from solving import needs_compiler
 
 TASK = Task(epochs=1, batch_size=8, lr=0.05)
 HEAD = Parts(["head"])
@@ -167,8 +168,9 @@ def test_workers_change_nothing(small, name, whole, crew):
     assert_same(found, whole)
 
 
-def test_the_dense_solver_changes_the_last_digits_only(small, name, whole):
-    found = simulator(small, name, backend_of(small, "dense"))
+@needs_compiler
+def test_the_native_solver_changes_the_last_digits_only(small, name, whole):
+    found = simulator(small, name, backend_of(small, "native"))
     found.run(ROUNDS)
     for mine, theirs in ((bodies(found), bodies(whole)), (heads(found), heads(whole))):
         for a, b in zip(mine, theirs, strict=True):
@@ -237,7 +239,6 @@ SETTINGS = {"epochs": 1, "batch_size": 8, "lr": 0.05, "slots": 8, "adapt_epochs"
 
 @pytest.mark.parametrize("solver", ["auto", "torch"])
 def test_frozen_numbers_are_in_no_message_and_never_change(small, solver):
-    """A stack of which a part is frozen is nothing for the dense solver."""
     settings = SETTINGS | {"solver": solver, "backend": "serial", "freeze": "1.*"}
     result = simulate(small, model=module, strategy="pace", rounds=24, **settings)
     assert result.summary["parameters"] == HEAD_SIZE
@@ -260,7 +261,7 @@ def test_adaptation_is_of_a_copy_own_head_included(small):
     for client in range(8):
         stream, memory = ("adapt", client, "round", ROUNDS), simulation.memory.get(client)
         job = Job(client, simulation.strategy.model_for(client), TASK, stream, memory=memory)
-        [(shared, _, memory)] = simulation.backend.solver.carry_out([job])
+        shared, _, memory = simulation.backend.solver.carry_out(job)
         simulation.layout.load(shared, memory[PERSONAL])
         each.append(simulation.backend.solver.score(small.test[client]))
     adapted = over_clients(each, simulation.backend.solver.problem)["accuracy"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from dispatching import dispatch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo import Context, Server, Staleness, Task, Update
@@ -14,10 +14,12 @@ from polytempo.core.bank import ModelBank
 from polytempo.core.client_steps import Mask
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.masks import pack
+from polytempo.storage import restored
 from polytempo.strategies import CASA, STRATEGIES, CASAPlus
+from polytempo.strategies import casa as module
 from polytempo.strategies.casa import client_decay, cluster_decay, omega, usual_staleness
 from polytempo.strategies.similarity_buffer import SimilarityBuffer
-from polytempo.strategies.splitting import DENSE, groups, spectrum
+from polytempo.strategies.splitting import DENSE, FEW, groups, spectrum, stays_whole
 
 D = 24
 
@@ -155,6 +157,25 @@ def test_the_budget_is_never_exceeded_and_references_are_right(budget, arrivals)
         assert [int((rows == row).sum()) for row in range(budget + 1)] == held.references.tolist()
 
 
+@given(st.integers(0, 10**6))
+def test_what_goes_is_of_the_least_value_summed_one_by_one(seed):
+    """Eq. 11: 1 / alpha_j over the buffers that hold a model of somebody not compared with j yet,
+    then over all buffers; then age."""
+    random = np.random.default_rng(seed)
+    held = buffer(budget=4)
+    held.holds[:] = random.integers(-1, 4, held.holds.shape)
+    held.references[:] = np.bincount(held.holds[held.holds >= 0], minlength=5)
+    held.ages[:] = random.permutation(5)
+    alike = np.where(random.random((5, 5)) < 0.5, np.nan, 0.1)
+    alphas = random.choice([0.25, 0.5, 1.0], 5)
+    worth = {row: [0.0, 0.0, int(held.ages[row])] for row in held.holds.ravel().tolist()}
+    for (j, i), row in np.ndenumerate(held.holds):
+        worth[row][0] += 1 / alphas[j] if np.isnan(alike[j, i]) else 0
+        worth[row][1] += 1 / alphas[j]
+    worth.pop(-1, None)
+    assert held._least(alike, alphas) == min(worth, key=worth.__getitem__)
+
+
 def test_models_are_buffered_for_those_that_started_at_about_the_same_time():
     casa = ready(clients=4)
     for client in range(4):
@@ -261,6 +282,107 @@ def test_the_gap_is_that_of_the_laplacian():
 
 def test_clients_that_are_all_alike_stay_together():
     assert spectrum(planted((50,), within=0.5)[1]).parts == 1
+
+
+def halves(size, within, between, noise, seed=0):
+    """Two groups of half the clients each."""
+    random = np.random.default_rng(seed)
+    shake = noise * random.normal(size=(size, size))
+    base = np.where(np.arange(size)[:, None] % 2 == np.arange(size) % 2, within, between)
+    similarity = base + (shake + shake.T) / 2
+    np.fill_diagonal(similarity, 1.0)
+    return similarity
+
+
+def chain(size, within, between, noise, seed=0):
+    """Everybody is like his neighbours, and hardly like who is far away."""
+    near = np.exp(-((np.arange(size)[:, None] - np.arange(size)) ** 2) / (1 + size * between))
+    return within * near + halves(size, 0.0, 0.0, noise, seed)
+
+
+def odd_ones(size, within, between, noise, seed=0):
+    """A group of three beside a large one."""
+    group = np.arange(size) < 3
+    return np.where(group[:, None] == group, within, between) + halves(size, 0.0, 0.0, noise, seed)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    make=st.sampled_from([halves, chain, odd_ones]),
+    size=st.integers(FEW + 1, 140),
+    within=st.floats(0.0, 1.0),
+    share=st.floats(0.0, 1.0),
+    noise=st.floats(0.0, 0.5),
+    needed=st.sampled_from([0.0, 1e-3, 0.1, 0.3, 0.6]),
+    seed=st.integers(0, 10**6),
+)
+def test_what_certainly_stays_whole_does_so_by_a_full_decomposition(
+    make, size, within, share, noise, needed, seed
+):
+    similarity = make(size, within, within * share, noise, seed)
+    np.fill_diagonal(similarity, 1.0)
+    if stays_whole(similarity, needed):
+        affinity = similarity.clip(0, 1)
+        scale = affinity.sum(1) ** -0.5
+        values = np.linalg.eigvalsh(np.eye(size) - scale[:, None] * affinity * scale)[:10]
+        gaps = np.diff(values)
+        assert np.argmax(gaps) == 0 or gaps.max() < needed
+
+
+@pytest.mark.parametrize("size", [80, 300, 900])
+@pytest.mark.parametrize(
+    ("within", "between", "noise"),
+    [(0.5, 0.5, 0.1), (0.03, 0.03, 0.15), (0.7, 0.26, 0.1)],  # alike; unlike; nearly two groups
+)
+def test_it_takes_no_spectrum_to_see_that_a_cluster_holds_together(size, within, between, noise):
+    similarity = halves(size, within, between, noise)
+    assert spectrum(similarity).parts == 1
+    assert stays_whole(similarity, needed=0.0)
+
+
+def test_groups_and_doubtful_cases_are_left_to_the_spectrum():
+    assert not stays_whole(planted((20, 20, 30, 30))[1], needed=0.0)
+    assert not stays_whole(np.kron(np.eye(3), np.ones((80, 80))), needed=0.0)  # exact
+    assert not stays_whole(halves(300, 0.7, 0.7 / 3, 0.05), needed=0.0)  # gaps of 1/2 and 1/2
+    assert not stays_whole(planted((FEW,), within=0.5)[1], needed=0.0)  # few
+    # two groups, with gaps of about 0.1 and 0.9
+    assert not stays_whole(halves(300, 0.7, 0.04, 0.05), needed=0.8)
+    assert stays_whole(halves(300, 0.7, 0.04, 0.05), needed=0.95)
+
+
+@pytest.mark.parametrize("stop", [None, 150])
+def test_a_run_is_the_same_without_the_shortcut_and_if_it_is_resumed(monkeypatch, stop):
+    """Three groups that show after 100 arrivals: until it falls apart, the cluster is looked at on
+    every one of them. Nothing of what was seen before is remembered."""
+    clients = FEW + 2
+    looked = {True: 0, False: 0}
+
+    def counting(*given, **named):
+        found = stays_whole(*given, **named)
+        looked[found] += 1
+        return found
+
+    def states(shortcut):
+        monkeypatch.setattr(module, "stays_whole", shortcut)
+        random = np.random.default_rng(4)
+        casa = ready(clients=clients)
+        casa.alike[:] = 0.9
+        for number in range(500):
+            client = int(random.integers(clients))
+            own = 2.0 * (number > 100) * unit(client % 3) + unit(9)
+            update = casa.model_for(client) + own + 0.1 * torch.from_numpy(random.normal(size=D))
+            dispatch(casa, client)
+            casa.fold(Update(client, 0, update.float(), 10), Staleness(0, 0))
+            if shortcut is counting and number == stop:
+                state, casa = restored(casa.state_dict()), ready(clients=clients)
+                casa.load_state_dict(state)
+            if number % 50 == 0:
+                yield casa.clusters().tolist(), torch.stack(casa.models)
+
+    ours, full = list(states(counting)), list(states(lambda *given, **named: False))
+    for (clusters, models), (others, theirs) in zip(ours, full, strict=True):
+        assert clusters == others and torch.equal(models, theirs)
+    assert len(set(ours[-1][0])) > 1 and looked[True] > 100
 
 
 def test_no_split_while_a_pair_is_unknown():

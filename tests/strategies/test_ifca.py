@@ -13,6 +13,7 @@ from polytempo.core.optimizer import Sgd
 from polytempo.simulation import Simulator
 from polytempo.strategies import IFCA, IFCAAsync
 from polytempo.training import AutogradSolver, Job, make_executor
+from solving import NATIVE
 
 TENSORS = [12, 4]
 
@@ -114,7 +115,7 @@ def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small
         y = small.y[small.train[job.client]].numpy()
         models = [m.double().numpy() for m in (job.params, *job.vectors.values())]
         best = int(np.argmin([loss(model, x, y) for model in models]))
-        [(upload, extras, _)] = trainer.carry_out([job])
+        upload, extras, _ = trainer.carry_out(job)
         assert extras["choice"].tolist() == [[best]]
         expected = models[best] - 0.1 * gradient(models[best], x, y)
         np.testing.assert_allclose(upload.numpy(), expected, atol=1e-5)
@@ -122,7 +123,7 @@ def test_the_client_trains_the_model_of_least_loss_on_its_training_samples(small
     assert len(chosen) > 1  # else this shows little
 
 
-@pytest.mark.parametrize("solver", ["torch", "dense"])
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_all_solvers_and_backends_choose_alike(small, solver, workers):
     task = Task(epochs=2, batch_size=8, client_steps=(Choose(3),))
@@ -134,7 +135,7 @@ def test_all_solvers_and_backends_choose_alike(small, solver, workers):
         for job in asked:
             backend.expect(job)
         for job in asked:
-            found, [expected] = backend.carry_out(job), plain.carry_out([job])
+            found, expected = backend.carry_out(job), plain.carry_out(job)
             torch.testing.assert_close(found.upload, expected.upload, atol=1e-5, rtol=1e-5)
             assert torch.equal(found.extras["choice"], expected.extras["choice"])
 

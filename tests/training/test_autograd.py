@@ -11,7 +11,7 @@ from polytempo.core.objective import Drift
 from polytempo.core.optimizer import Sgd
 from polytempo.core.rng import rng
 from polytempo.training import AutogradSolver, Exam, Job
-from solving import upload_of, uploads_of
+from solving import upload_of
 
 STREAM = ("client", 0, "dispatch", 3)
 SEED = 5
@@ -175,12 +175,11 @@ def test_a_lone_last_sample_joins_the_batch_before(small):
 def test_result_depends_on_the_job_alone(small, trainer):
     start = trainer.layout.read()
     jobs = [Job(c, start, Task(epochs=1), ("client", c, "dispatch", 9)) for c in range(4)]
-    together = uploads_of(trainer, jobs)
-    apart = [upload_of(trainer, job) for job in reversed(jobs)][::-1]
-    for a, b in zip(together, apart, strict=True):
-        assert torch.equal(a, b)
+    uploads = [upload_of(trainer, job) for job in jobs]
+    backwards = [upload_of(trainer, job) for job in reversed(jobs)]
+    assert all(map(torch.equal, uploads, reversed(backwards)))
     other = replace(jobs[0], stream=("client", 0, "dispatch", 10))
-    assert not torch.equal(upload_of(trainer, other), together[0])
+    assert not torch.equal(upload_of(trainer, other), uploads[0])
 
 
 class FunctionalDropout(nn.Module):

@@ -11,7 +11,8 @@ import math
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,8 +33,8 @@ from polytempo.training.executors.executor import AHEAD
 numbers = itertools.count()
 
 
-def new_job(kind: str = "a", client: int = 0) -> Job:
-    return Job(client, params=None, task=kind, stream=(next(numbers),))
+def new_job() -> Job:
+    return Job(client=0, params=None, task=None, stream=(next(numbers),))
 
 
 def upload_of(job: Job) -> tuple:
@@ -45,29 +46,20 @@ def score_of(model: object, client: int, personal: object = None) -> tuple:
 
 
 class Solver:
-    def __init__(self, group: int = 1) -> None:
-        self.group = group
-        self.groups: list[list[tuple]] = []  # the streams of all groups, as they were trained
+    def __init__(self) -> None:
+        self.trained: list[tuple] = []  # the streams of all jobs
         self.fails: BaseException | None = None
 
-    def kind(self, job: Job) -> object:
-        return job.task
-
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        self.check(jobs)
-        self.groups.append([job.stream for job in jobs])
+    def carry_out(self, job: Job) -> Outcome:
+        self.trained.append(job.stream)
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        return [Outcome(upload_of(job), {}, {}) for job in jobs]
+        return Outcome(upload_of(job), {}, {})
 
     def evaluate(self, exam: Exam) -> list[Any]:
         own = exam.personal or [None] * len(exam.clients)
         return [score_of(exam.params, *pair) for pair in zip(exam.clients, own, strict=True)]
-
-    def check(self, jobs: Sequence[Job]) -> None:
-        assert 1 <= len(jobs) <= self.group
-        assert len({job.task for job in jobs}) == 1
 
 
 class Pool:
@@ -77,41 +69,39 @@ class Pool:
         self, solver: Solver, workers: int, choose: Callable[[list[int]], int] = min
     ) -> None:
         self.solver, self.workers, self.choose = solver, workers, choose
-        self.asked: list[list[tuple[str, list]]] = [[] for _ in range(workers)]
-        self.log: list[tuple[str, int, list]] = []
+        self.asked: list[list[Job | Exam]] = [[] for _ in range(workers)]
+        self.log: list[tuple[int, Job | Exam]] = []
         self.fails: Exception | None = None
         self.memory, self.closed = 7.0, False
         self.answered: Callable[[Job], None] = lambda job: None
 
-    def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        self.solver.check(jobs)
-        self._ask("train", worker, list(jobs))
+    def train(self, worker: int, job: Job) -> None:
+        assert isinstance(job, Job)
+        self._ask(worker, job, replace(job, params=None))  # the model itself is not kept here
 
-    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
-        assert 1 <= len(exams) <= self.solver.group
-        self._ask("evaluate", worker, list(exams))
+    def evaluate(self, worker: int, exam: Exam) -> None:
+        assert isinstance(exam, Exam)
+        self._ask(worker, exam, exam)
 
-    def _ask(self, kind: str, worker: int, what: list) -> None:
+    def _ask(self, worker: int, what: Job | Exam, noted: Job | Exam) -> None:
         assert not self.closed
         assert len(self.asked[worker]) < AHEAD
-        self.asked[worker].append((kind, what))
-        streams = [job.stream for job in what] if kind == "train" else what
-        self.log.append((kind, worker, streams))
+        self.asked[worker].append(what)
+        self.log.append((worker, noted))
 
-    def receive(self) -> tuple[int, list[Any] | Exception]:
+    def receive(self) -> tuple[int, Any]:
         assert not self.closed
         busy = [worker for worker in range(self.workers) if self.asked[worker]]
         assert busy, "nobody would ever answer"
         worker = self.choose(busy)
-        kind, what = self.asked[worker].pop(0)
+        what = self.asked[worker].pop(0)
         if self.fails is not None:  # the answer of this worker is an error
             error, self.fails = self.fails, None
             return worker, error
-        if kind == "train":
-            for job in what:
-                self.answered(job)
-            return worker, [Outcome(upload_of(job), {}, {}) for job in what]
-        return worker, [self.solver.evaluate(exam) for exam in what]
+        if isinstance(what, Job):
+            self.answered(what)
+            return worker, Outcome(upload_of(what), {}, {})
+        return worker, self.solver.evaluate(what)
 
     def peak_memory(self) -> float:
         assert not any(self.asked)
@@ -121,20 +111,18 @@ class Pool:
         self.closed = True
 
     def under_way(self) -> list[Job]:
-        return [
-            job for kind, what in itertools.chain(*self.asked) if kind == "train" for job in what
-        ]
+        return [what for what in itertools.chain(*self.asked) if isinstance(what, Job)]
 
     def trained(self) -> list[tuple]:
         """The streams of all jobs, in the order in which they were asked for."""
-        return [stream for kind, _, streams in self.log if kind == "train" for stream in streams]
+        return [what.stream for _, what in self.log if isinstance(what, Job)]
 
 
 class Workshop:
     """A backend, and the pools that it has started."""
 
-    def __init__(self, workers: int = 0, group: int = 1, choose=min) -> None:
-        self.solver = Solver(group)
+    def __init__(self, workers: int = 0, choose=min) -> None:
+        self.solver = Solver()
         self.pools: list[Pool] = []
         self.workers, self.choose = workers, choose
         self.backend = Executor(self.solver, self._start if workers else None)
@@ -157,12 +145,10 @@ class Schedules(RuleBasedStateMachine):
 
     known = Bundle("known")
 
-    @initialize(
-        workers=st.integers(0, 3), group=st.sampled_from([1, 2, 5]), seed=st.integers(0, 2**16)
-    )
-    def build(self, workers, group, seed):
+    @initialize(workers=st.integers(0, 3), seed=st.integers(0, 2**16))
+    def build(self, workers, seed):
         chooser = random.Random(seed)
-        self.shop = Workshop(workers, group, chooser.choice)
+        self.shop = Workshop(workers, chooser.choice)
         self.backend = self.shop.backend
         self.announced: dict[tuple, Job] = {}  # by stream
         self.reasons: Counter[tuple] = Counter()  # to train a job once more
@@ -171,8 +157,8 @@ class Schedules(RuleBasedStateMachine):
 
     def times(self) -> Counter[tuple]:
         """How often each job was begun."""
-        streams = itertools.chain(*self.shop.solver.groups, *(p.trained() for p in self.shop.pools))
-        return Counter(streams)
+        there = itertools.chain(*(pool.trained() for pool in self.shop.pools))
+        return Counter([*self.shop.solver.trained, *there])
 
     def under_way(self) -> list[tuple]:
         return [job.stream for job in self.shop.pool.under_way()] if self.depth_of_pool() else []
@@ -184,9 +170,9 @@ class Schedules(RuleBasedStateMachine):
         if job.stream not in self.announced:
             self.settled[job.stream] += 1
 
-    @rule(target=known, kind=st.sampled_from("aab"), due=st.floats(0, 10) | st.just(math.inf))
-    def announce(self, kind, due):
-        job = new_job(kind)
+    @rule(target=known, due=st.floats(0, 10) | st.just(math.inf))
+    def announce(self, due):
+        job = new_job()
         self.announced[job.stream] = job
         self.backend.expect(job, due)
         if self.depth_of_pool() and not all(self.shop.pool.asked):
@@ -221,9 +207,9 @@ class Schedules(RuleBasedStateMachine):
         del self.announced[job.stream]
         self.settled[job.stream] = self.times()[job.stream]
 
-    @rule(kind=st.sampled_from("ab"))
-    def train_unannounced(self, kind):
-        job = new_job(kind)
+    @rule()
+    def train_unannounced(self):
+        job = new_job()
         assert self.backend.train(job) == upload_of(job)
         assert self.times()[job.stream] == 1
 
@@ -323,56 +309,22 @@ def test_announcing_a_job_again_does_nothing():
 
 
 def test_in_this_process_nothing_is_begun_before_it_is_asked_for():
-    shop = Workshop(group=1)
+    shop = Workshop()
     jobs = [new_job() for _ in range(5)]
     for job in jobs:
         shop.backend.expect(job, 1.0)
-    assert not shop.solver.groups
+    assert not shop.solver.trained
     shop.backend.train(jobs[3])
-    assert shop.solver.groups == [[jobs[3].stream]]
-
-
-def test_a_group_is_the_jobs_of_one_kind_that_are_due_first():
-    shop = Workshop(group=3)
-    a = [new_job("a") for _ in range(6)]
-    b = [new_job("b") for _ in range(3)]
-    for due, job in enumerate([a[5], b[0], a[3], b[1], a[1], a[0], a[2], b[2], a[4]]):
-        shop.backend.expect(job, due)
-    shop.backend.train(a[4])
-    assert shop.solver.groups == [[a[4].stream, a[5].stream, a[3].stream]]
-    shop.backend.train(b[0])
-    assert shop.solver.groups[1:] == [[b[0].stream, b[1].stream, b[2].stream]]
-    for job in (a[5], a[3], b[1], b[2]):  # there already
-        assert shop.backend.train(job) == upload_of(job)
-    assert len(shop.solver.groups) == 2
-    shop.backend.train(a[0])
-    assert shop.solver.groups[2] == [a[0].stream, a[1].stream, a[2].stream]
-
-
-def test_a_kind_that_has_to_wait_is_not_forgotten():
-    """However many jobs of another kind are due before it."""
-    shop = Workshop(group=2)
-    many = [new_job("a") for _ in range(40)]
-    for due, job in enumerate(many):
-        shop.backend.expect(job, due)
-    rare = [new_job("b"), new_job("b")]
-    for job in rare:
-        shop.backend.expect(job, 100)
-    for job in [rare[0], *many, rare[1]]:
-        assert shop.backend.train(job) == upload_of(job)
-    trained = list(itertools.chain(*shop.solver.groups))
-    assert sorted(trained) == sorted(job.stream for job in [*many, *rare])
+    assert shop.solver.trained == [jobs[3].stream]
 
 
 def test_all_workers_get_something():
-    """A few jobs are spread over the workers, even if one could do them all together."""
-    shop = Workshop(workers=3, group=16)
-    jobs = [new_job() for _ in range(6)]
-    for job in jobs:
-        shop.backend.expect(job)
+    """Nobody gets a second job before all have a first one."""
+    shop = Workshop(workers=3)
+    for _ in range(5):
+        shop.backend.expect(new_job())
     with shop.backend:
-        shares = [[len(what) for _, what in asked] for asked in shop.pool.asked]
-        assert [sum(share) for share in shares] == [2, 2, 2]
+        assert [len(asked) for asked in shop.pool.asked] == [2, 2, 1]
 
 
 def test_jobs_announced_before_the_workers_are_there_are_begun_when_they_are():
@@ -383,13 +335,13 @@ def test_jobs_announced_before_the_workers_are_there_are_begun_when_they_are():
     with shop.backend as backend:
         assert sorted(shop.pool.trained()) == [job.stream for job in jobs]
         assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
-    assert not shop.solver.groups
+    assert not shop.solver.trained
 
 
-@pytest.mark.parametrize(("workers", "group", "width"), [(0, 1, 1), (0, 5, 5), (3, 5, 15 * AHEAD)])
-def test_so_many_jobs_are_worth_announcing(workers, group, width):
-    shop = Workshop(workers, group)
-    assert shop.backend.width == group
+@pytest.mark.parametrize(("workers", "width"), [(0, 1), (1, AHEAD), (3, 3 * AHEAD)])
+def test_so_many_jobs_are_worth_announcing(workers, width):
+    shop = Workshop(workers)
+    assert shop.backend.width == 1
     with shop.backend as backend:
         assert backend.width == width
 
@@ -430,17 +382,6 @@ def test_a_job_forgotten_in_training_or_afterwards_is_wasted():
         assert shop.pool.trained().count(jobs[0].stream) == 2
 
 
-def test_in_this_process_a_job_done_together_with_another_and_forgotten_is_wasted():
-    shop = Workshop(group=2)
-    jobs = [new_job() for _ in range(3)]
-    for job in jobs:
-        shop.backend.expect(job)
-    shop.backend.train(jobs[0])
-    shop.backend.forget(jobs[1])
-    shop.backend.forget(jobs[2])  # was not begun
-    assert shop.backend.wasted == 1
-
-
 def test_a_job_announced_again_while_it_is_still_in_training_is_not_trained_twice():
     shop = Workshop(workers=1)
     with shop.backend as backend:
@@ -462,15 +403,14 @@ def test_the_clients_of_one_model_are_split_over_the_workers(workers, clients):
     with shop.backend as backend:
         [found] = backend.evaluate([Exam("m", list(range(clients)))])
         assert found == [score_of("m", client) for client in range(clients)]
-        requests = [(worker, what) for _, worker, what in shop.pool.log]
-        assert len({worker for worker, _ in requests}) == min(workers, clients)
-        parts = [exam.clients for _, [exam] in requests]
+        assert len({worker for worker, _ in shop.pool.log}) == min(workers, clients)
+        parts = [exam.clients for _, exam in shop.pool.log]
         assert max(map(len, parts)) == math.ceil(clients / (workers * AHEAD))
 
 
 def test_scores_come_in_the_order_of_the_models_however_they_are_answered():
     chooser = random.Random(1)
-    shop = Workshop(workers=3, group=2, choose=chooser.choice)
+    shop = Workshop(workers=3, choose=chooser.choice)
     exams = [Exam(f"m{k}", list(range(k, 2 * k))) for k in range(9)]
     with shop.backend as backend:
         found = backend.evaluate(exams)
@@ -494,22 +434,19 @@ def test_evaluation_goes_before_the_training_that_was_not_asked_for():
         for job in jobs:
             backend.expect(job)
         backend.evaluate([Exam("m", list(range(4)))])
-        kinds = [kind for kind, _, _ in shop.pool.log]
-        assert kinds[: AHEAD + 2] == ["train"] * AHEAD + ["evaluate"] * 2
+        kinds = [type(what) for _, what in shop.pool.log]
+        assert kinds[: AHEAD + 2] == [Job] * AHEAD + [Exam] * 2
         assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
 
 
 def test_models_are_made_only_when_a_worker_takes_them():
     """A model per client need not be in memory for all clients at once."""
-    shop = Workshop(workers=2, group=3)
-    most = 2 * AHEAD * 3 + 3  # what the workers have, and what is being put together
+    shop = Workshop(workers=2)
 
     def models():
         for k in range(60):
-            answered = sum(len(what) for _, _, what in shop.pool.log) - sum(
-                len(what) for _, what in itertools.chain(*shop.pool.asked)
-            )
-            assert k - answered <= most
+            assert len(shop.pool.log) == k  # all models before this one are with the workers
+            assert sum(len(asked) for asked in shop.pool.asked) <= 2 * AHEAD
             yield Exam(f"m{k}", [k])
 
     with shop.backend as backend:
@@ -519,9 +456,8 @@ def test_models_are_made_only_when_a_worker_takes_them():
 # -- workers come and go ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [1, 4])
-def test_what_workers_did_not_finish_is_trained_in_this_process(group):
-    shop = Workshop(workers=2, group=group)
+def test_what_workers_did_not_finish_is_trained_in_this_process():
+    shop = Workshop(workers=2)
     with shop.backend as backend:
         jobs = [new_job() for _ in range(20)]
         for due, job in enumerate(jobs):
@@ -531,7 +467,7 @@ def test_what_workers_did_not_finish_is_trained_in_this_process(group):
         assert lost
     assert shop.pool.closed
     assert [backend.train(job) for job in jobs[1:]] == [upload_of(job) for job in jobs[1:]]
-    here = set(itertools.chain(*shop.solver.groups))
+    here = set(shop.solver.trained)
     there = set(shop.pool.trained())
     assert here & there == lost
     assert here | there == {job.stream for job in jobs}
@@ -545,7 +481,7 @@ def test_results_that_are_there_survive_the_workers():
             backend.expect(job)
         backend.drain()
     assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
-    assert not shop.solver.groups
+    assert not shop.solver.trained
 
 
 def test_new_workers_go_on_with_what_the_old_ones_left():
@@ -560,7 +496,7 @@ def test_new_workers_go_on_with_what_the_old_ones_left():
     with backend:
         assert [backend.train(job) for job in jobs] == [upload_of(job) for job in jobs]
     assert len(shop.pools) == 4
-    assert not shop.solver.groups
+    assert not shop.solver.trained
 
 
 def test_only_the_outermost_context_stops_the_workers():
@@ -603,9 +539,8 @@ def test_draining_without_workers_does_nothing():
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-@pytest.mark.parametrize("group", [1, 3])
-def test_after_an_error_in_this_process_the_same_job_can_be_asked_for_again(error, group):
-    shop = Workshop(group=group)
+def test_after_an_error_in_this_process_the_same_job_can_be_asked_for_again(error):
+    shop = Workshop()
     jobs = [new_job() for _ in range(3)]
     for job in jobs:
         shop.backend.expect(job)
@@ -637,18 +572,18 @@ class Model:
     """Stands for the parameters of a job."""
 
 
-@pytest.mark.parametrize(("workers", "group"), [(0, 1), (0, 4), (2, 1), (2, 4)])
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fate", ["trained", "forgotten", "forgotten at once"])
-def test_no_model_of_a_finished_job_is_kept(workers, group, fate):
+def test_no_model_of_a_finished_job_is_kept(workers, fate):
     """Only few, at any time, of a run that never ends."""
-    shop = Workshop(workers, group)
+    shop = Workshop(workers)
     models: list[weakref.ref] = []
     with shop.backend as backend:
         flights: list[Job] = []
         for k in range(200):
             model = Model()
             models.append(weakref.ref(model))
-            job = Job(0, model, "ab"[k % 3 == 0], (next(numbers),))
+            job = Job(0, model, None, (next(numbers),))
             del model
             backend.expect(job, due=float(k))
             if fate == "forgotten at once" and k % 2:

@@ -16,7 +16,7 @@ from polytempo.core.optimizer import AdamW, Sgd
 from polytempo.core.task import TASKS
 from polytempo.training import Executor, Job, Outcome, make_executor
 from polytempo.training.jobs import Swap
-from polytempo.training.solvers.dense import DenseSolver
+from solving import NATIVE
 
 SEED = 5
 COMBINATIONS = {
@@ -71,7 +71,7 @@ def hidden(model: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("solver", ["torch", "dense"])
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
 @pytest.mark.parametrize("kind", COMBINATIONS)
 def test_each_does_its_part_whatever_is_done_beside_it(small, kind, solver, workers):
     steps = COMBINATIONS[kind]
@@ -108,19 +108,17 @@ def test_each_does_its_part_whatever_is_done_beside_it(small, kind, solver, work
 
 
 @pytest.mark.parametrize("optimizer", [Sgd(), AdamW()], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
 @pytest.mark.parametrize("kind", COMBINATIONS)
-def test_all_solvers_and_executors_agree(small, kind, optimizer):
+def test_all_solvers_and_executors_agree(small, kind, solver, optimizer):
     task = replace(TASK, client_steps=COMBINATIONS[kind], optimizer=optimizer, lr=0.01)
     jobs = jobs_for(task)
-    found = {}
-    for solver in ("torch", "dense"):
-        with backend_of(small, solver, 2) as workers:
-            found[solver] = outcomes(workers, jobs)
-        alone = outcomes(backend_of(small, solver, 0), jobs)
-        for mine, theirs in zip(found[solver], alone, strict=True):
-            assert torch.equal(mine.upload, theirs.upload)
-            assert all(torch.equal(mine.extras[name], theirs.extras[name]) for name in task.extras)
-    for mine, theirs in zip(found["torch"], found["dense"], strict=True):
+    with backend_of(small, solver, 2) as workers:
+        found = outcomes(workers, jobs)
+    alone, plain = (outcomes(backend_of(small, each, 0), jobs) for each in (solver, "torch"))
+    for mine, same, theirs in zip(found, alone, plain, strict=True):
+        assert torch.equal(mine.upload, same.upload)
+        assert all(torch.equal(mine.extras[name], same.extras[name]) for name in task.extras)
         torch.testing.assert_close(mine.upload, theirs.upload, rtol=1e-3, atol=1e-4)
         for name in {"choice", "mask"} & task.extras.keys():
             assert torch.equal(mine.extras[name], theirs.extras[name])
@@ -150,8 +148,8 @@ def test_steps_are_taken_again_for_a_model_that_comes_on_the_way(small):
     session.advance()
     found = session.finish()
     alone = Job(3, second, task, ("client", 3), first_step=3, vectors=beside)
-    [expected] = solver.carry_out([alone])
-    [swapped] = solver.carry_out([replace(job, swaps=(Swap(3, second, beside),))])
+    expected = solver.carry_out(alone)
+    swapped = solver.carry_out(replace(job, swaps=(Swap(3, second, beside),)))
     for mine in (found, swapped):
         assert torch.equal(mine.upload, expected.upload)
         assert all(torch.equal(mine.extras[name], expected.extras[name]) for name in task.extras)
@@ -211,7 +209,7 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("solver", ["torch", "dense"])
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
 def test_a_step_of_the_users_own(small, registered, solver, workers):
     """On workers, a model that came is not the model that went."""
     task = replace(TASK, client_steps=(Visits(still=9),))
@@ -221,9 +219,9 @@ def test_a_step_of_the_users_own(small, registered, solver, workers):
         first = outcomes(backend, jobs)
         again = [replace(job, memory=one.memory) for job, one in zip(jobs, first, strict=True)]
         second = outcomes(backend, again)
-    alone = [backend_of(small, solver, 0).solver.carry_out([job])[0] for job in jobs]
+    alone = [backend_of(small, solver, 0).solver.carry_out(job) for job in jobs]
     for job, one, two, same in zip(jobs, first, second, alone, strict=True):
-        assert torch.equal(one.upload, same.upload)  # whatever it was done together with
+        assert torch.equal(one.upload, same.upload)  # wherever it was done
         assert torch.equal(one.upload, two.upload)
         assert (one.extras["visits"].item(), two.extras["visits"].item()) == (1, 2)
         assert torch.equal(one.extras["came"][0], job.params)
@@ -239,23 +237,3 @@ def test_it_travels_by_its_name(registered):
     task = replace(TASK, client_steps=(Visits(still=9), Mask(0.5)))
     assert TASKS.create(TASKS.describe(task)) == task
     assert Task(client_steps=["visits:still=9"]).client_steps == (Visits(still=9),)
-
-
-def test_who_is_masked_does_not_change_how_others_are_trained(registered):
-    """Clients of few samples are trained in dual form, in which nothing can be masked."""
-    data = "synthetic:groups=2,kind=permutation,samples=24,features=200,classes=4"
-    wide = Federation.load(data, clients=8, seed=1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        solver = DenseSolver(nn.Sequential(nn.Linear(200, 4)), wide, SEED)
-    task = replace(TASK, epochs=9, client_steps=(Visits(),))
-    start = solver.layout.read()
-    jobs = [Job(client, start, task, ("client", client)) for client in range(8)]
-    kinds = [solver.kind(job) for job in jobs]
-    jobs = [job for job, kind in zip(jobs, kinds, strict=True) if kind == kinds[0]]
-    assert len({wide.samples[job.client] % 2 for job in jobs}) == 2
-    assert all(solver._dual(job) for job in jobs)
-    together = solver.carry_out(jobs)
-    for job, found in zip(jobs, together, strict=True):
-        [alone] = solver.carry_out([job])
-        assert torch.equal(found.upload, alone.upload)

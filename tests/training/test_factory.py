@@ -7,45 +7,69 @@ from torch import nn
 from polytempo import PolytempoError
 from polytempo.core.layout import Parts
 from polytempo.training import AutogradSolver, find_device, make_executor
-from polytempo.training.solvers.dense import DenseSolver
+from polytempo.training.solvers.native.solver import NativeSolver
+from solving import NATIVE, needs_compiler
 
 
 def stack() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 4))
 
 
-def other() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 4))
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 7), nn.BatchNorm1d(7), nn.Linear(7, 4))
 
 
+WHY = "Sequential: it has buffers (running statistics)"
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("make", "parts", "solver", "expected"),
     [
-        (stack, Parts(), "auto", DenseSolver),
-        (stack, Parts(), "dense", DenseSolver),
+        (stack, Parts(), "auto", NativeSolver),
+        (stack, Parts(), "native", NativeSolver),
+        (stack, Parts(["head"]), "auto", NativeSolver),
+        (stack, Parts(frozen=["0.*"]), "auto", NativeSolver),
         (stack, Parts(), "torch", AutogradSolver),
-        (other, Parts(), "auto", AutogradSolver),
-        (stack, Parts(["head"]), "auto", DenseSolver),
-        (stack, Parts(frozen=["0.*"]), "auto", AutogradSolver),
+        (normed, Parts(), "torch", AutogradSolver),
     ],
 )
 def test_the_solver_is_the_fastest_that_fits(small, make, parts, solver, expected):
     backend = make_executor(make(), small, 0, parts, solver=solver, name="serial")
     assert type(backend.solver) is expected
-    how = "dense" if expected is DenseSolver else "torch"
+    how = "native" if expected is NativeSolver else "torch"
     assert backend.name == f"{how}, serial"
     assert backend.solver.parts == parts
 
 
 @pytest.mark.parametrize(
-    ("make", "parts"), [(other, Parts()), (stack, Parts(frozen=["0.*"]))], ids=["tanh", "frozen"]
+    ("where", "expected"),
+    [({"name": "serial"}, ", serial"), ({"name": "processes", "workers": 2}, " on 2 processes")],
 )
-def test_a_solver_that_does_not_fit_is_refused(small, make, parts):
-    with pytest.raises(PolytempoError, match=r"solver dense .* unfrozen.*Sequential.* torch"):
-        make_executor(make(), small, 0, parts, solver="dense")
+def test_what_does_not_fit_goes_to_torch_and_the_run_says_why(small, where, expected):
+    backend = make_executor(normed(), small, 0, **where)
+    assert type(backend.solver) is AutogradSolver
+    assert backend.name == f"torch{expected} (not native: {WHY})"
 
 
-@pytest.mark.parametrize("solver", ["torch", "dense"])
+def test_without_a_compiler_torch_takes_over(small, monkeypatch):
+    monkeypatch.setenv("POLYTEMPO_CXX", "{none-such}")
+    why = "POLYTEMPO_CXX='{none-such}' is not a command here"
+    backend = make_executor(stack(), small, 0, name="serial")
+    assert type(backend.solver) is AutogradSolver
+    assert backend.name == f"torch, serial (not native: {why})"
+    with pytest.raises(PolytempoError) as caught:
+        make_executor(stack(), small, 0, solver="native")
+    assert str(caught.value) == f"solver native: {why}; use --solver auto"
+
+
+def test_a_solver_that_does_not_fit_is_refused(small):
+    with pytest.raises(PolytempoError) as caught:
+        make_executor(normed(), small, 0, solver="native")
+    assert str(caught.value) == f"solver native: {WHY}; use --solver auto"
+
+
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
 @pytest.mark.parametrize(
     ("name", "workers", "small_run", "expected"),
     [
@@ -81,14 +105,14 @@ def test_workers_cannot_share_a_device(small, name, workers):
 
 def test_on_another_device_one_torch_solver_owns_all(small):
     backend = make_executor(stack(), small, 0, device="meta")
-    assert backend.name == "torch, serial"
+    assert backend.name == "torch, serial (not native: it is for CPUs, not meta)"
     solver = backend.solver
     assert {solver.x.device.type, solver.y.device.type, solver.layout.vector.device.type} == {
         "meta"
     }
     assert small.x.device.type == "cpu"
-    with pytest.raises(PolytempoError, match="not a Sequential for classification on meta"):
-        make_executor(stack(), small, 0, device="meta", solver="dense")
+    with pytest.raises(PolytempoError, match="solver native: it is for CPUs, not meta"):
+        make_executor(stack(), small, 0, device="meta", solver="native")
 
 
 def test_devices_are_found_or_named(monkeypatch):

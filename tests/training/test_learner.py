@@ -104,7 +104,7 @@ def test_a_round_is_a_job_that_may_be_carried_out_anywhere(small):
     worker = AutogradSolver(network(0.5), small, SEED)
     for count in (5, 8, 3):
         here.steps(count)
-        [outcome] = worker.carry_out([elsewhere.job(count)])
+        outcome = worker.carry_out(elsewhere.job(count))
         elsewhere.take(outcome, count)
     assert torch.equal(here.params, elsewhere.params) and elsewhere.iteration == 16
 

@@ -11,8 +11,8 @@ from polytempo.core.optimizer import Adam, AdamW, Sgd
 from polytempo.core.task import Task
 from polytempo.training import Job
 from polytempo.training.solvers.autograd import AutogradSolver
-from polytempo.training.solvers.dense import DenseSolver
-from solving import upload_of
+from polytempo.training.solvers.native.solver import NativeSolver
+from solving import needs_compiler, upload_of
 
 
 def module():
@@ -28,7 +28,9 @@ def task(share: float | None = 0.4, **options) -> Task:
     return Task(**{**given, "client_steps": steps, **options})
 
 
-@pytest.mark.parametrize("trainer", [AutogradSolver, DenseSolver])
+@pytest.mark.parametrize(
+    "trainer", [AutogradSolver, pytest.param(NativeSolver, marks=needs_compiler)]
+)
 @pytest.mark.parametrize("objective", [Plain(), Proximal(0.5)], ids=str)
 @pytest.mark.parametrize(
     "optimizer",
@@ -41,24 +43,20 @@ def test_masked_parameters_are_bit_identical_and_others_are_not(
     solver = trainer(module(), small, seed=0)
     params = solver.layout.read()
     given = task(objective=objective, optimizer=optimizer)
-    jobs = [Job(client, params, given, ("client", client)) for client in range(4)]
-    together: list[list[Job]] = []
-    for job in jobs:
-        same = [group for group in together if solver.kind(group[0]) == solver.kind(job)]
-        same[0].append(job) if same else together.append([job])
-    outcomes = [outcome for group in together for outcome in solver.carry_out(group)]
     kept = largest(params, 0.4)
     assert int(kept.sum()) == len(params) - int(0.4 * len(params))
-    for upload, extras, _ in outcomes:
+    for client in range(4):
+        upload, extras, _ = solver.carry_out(Job(client, params, given, ("client", client)))
         assert torch.equal(upload[~kept], params[~kept])
         assert (upload[kept] != params[kept]).float().mean() > 0.9
         assert torch.equal(unpack(extras["mask"], len(params)), kept)
 
 
+@needs_compiler
 def test_both_ways_to_train_agree(small):
-    plain, stack = AutogradSolver(module(), small, seed=0), DenseSolver(module(), small, seed=0)
+    plain, native = AutogradSolver(module(), small, seed=0), NativeSolver(module(), small, seed=0)
     job = Job(2, plain.layout.read(), task(), ("client", 2))
-    torch.testing.assert_close(upload_of(plain, job), upload_of(stack, job), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(upload_of(plain, job), upload_of(native, job), atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_that_drops_nothing_changes_nothing(small):
@@ -73,7 +71,7 @@ def test_what_is_no_parameter_is_never_masked(small):
     solver = AutogradSolver(normal, small, seed=0)
     job = Job(0, solver.layout.read(), task(0.9), ("client", 0))
     statistics = slice(solver.layout.parameters, solver.layout.size)
-    [(upload, extras, _)] = solver.carry_out([job])
+    upload, extras, _ = solver.carry_out(job)
     assert unpack(extras["mask"], solver.layout.size)[statistics].all()
     assert not torch.equal(upload[statistics], job.params[statistics])
 
@@ -87,5 +85,5 @@ def test_nothing_is_sorted_if_nothing_is_dropped(small, monkeypatch):
     monkeypatch.setattr(torch, "sort", None)
     solver = AutogradSolver(module(), small, seed=0)
     job = Job(1, solver.layout.read(), task(0.0), ("client", 1))
-    [(_, extras, _)] = solver.carry_out([job])
+    _, extras, _ = solver.carry_out(job)
     assert unpack(extras["mask"], solver.layout.size).all()

@@ -18,11 +18,11 @@ from polytempo.core.objective import Drift, Plain, Proximal, Pull
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.models import Inputs, build
+from polytempo.native import build as building
+from polytempo.native.build import NoCompiler, find_compiler, library
 from polytempo.training import AutogradSolver, Exam, Job, make_executor
 from polytempo.training.jobs import PERSONAL, Swap
-from polytempo.training.solvers.native import build as building
 from polytempo.training.solvers.native import solver as native_solver
-from polytempo.training.solvers.native.build import NoCompiler, find_compiler, library
 from polytempo.training.solvers.native.chain import Unfit, chain
 from polytempo.training.solvers.native.solver import NativeSolver
 
@@ -127,8 +127,8 @@ def test_the_dual_form_is_taken_where_it_pays(monkeypatch):
         solver = NativeSolver(module, federation, 0)
         taken.clear()
         job = Job(0, solver.layout.read(), Task(epochs=5, batch_size=5), ("x",))
-        solver.carry_out([job])
-        solver.carry_out([replace(job, task=replace(job.task, keep_optimizer=True))])
+        solver.carry_out(job)
+        solver.carry_out(replace(job, task=replace(job.task, keep_optimizer=True)))
         assert taken == [features == 200, False]
 
 
@@ -174,7 +174,7 @@ def test_personal_and_frozen_parts(parts, objective):
         return
     own = {PERSONAL: solvers[0].layout.initial_personal}
     job = Job(0, solvers[0].layout.read(), task, ("x",), memory=own)
-    one, other = (solver.carry_out([job])[0].memory[PERSONAL] for solver in solvers)
+    one, other = (solver.carry_out(job).memory[PERSONAL] for solver in solvers)
     assert distance(one, other) < 1e-5 < distance(one, own[PERSONAL])
 
 
@@ -203,9 +203,9 @@ def test_swaps_and_kept_moments(keep, optimizer):
     results = []
     for solver in solvers:
         job = Job(0, start, task, ("x",), swaps=(swap,))
-        first = solver.carry_out([job])[0]
+        first = solver.carry_out(job)
         again = Job(0, first.upload, task, ("y",), memory=first.memory)
-        results.append((first, solver.carry_out([again])[0]))
+        results.append((first, solver.carry_out(again)))
     for one, other in zip(*results, strict=True):
         assert distance(one.upload, other.upload) < 1e-5
         assert one.memory.keys() == other.memory.keys()
@@ -217,9 +217,9 @@ def test_swaps_and_kept_moments(keep, optimizer):
 def test_large_shards_are_made_ready_batch_by_batch(monkeypatch):
     solver = NativeSolver(small_cnn(), federation_for(SHAPE, 4), 0)
     job = Job(0, solver.layout.read(), Task(epochs=2, batch_size=5), ("x",))
-    whole = solver.carry_out([job])[0].upload
+    whole = solver.carry_out(job).upload
     monkeypatch.setattr(native_solver, "_AT_ONCE", 1)
-    assert torch.equal(solver.carry_out([job])[0].upload, whole)
+    assert torch.equal(solver.carry_out(job).upload, whole)
 
 
 def test_dropout_draws_what_torch_draws():
@@ -235,12 +235,10 @@ def test_what_diverges_is_seen():
     for make in (small_cnn, lambda: network(nn.Flatten(), nn.Linear(240, 4))):
         solver = NativeSolver(make(), federation, 0)
         task = Task(epochs=5, batch_size=5, lr=1e18)
-        upload = solver.carry_out([Job(0, solver.layout.read(), task, ("x",))])[0].upload
+        upload = solver.carry_out(Job(0, solver.layout.read(), task, ("x",))).upload
         assert not bool(upload.isfinite().all())
     nan = solver.layout.read() * float("nan")
-    assert not bool(
-        solver.carry_out([Job(0, nan, Task(steps=1), ("x",))])[0].upload.isfinite().any()
-    )
+    assert not bool(solver.carry_out(Job(0, nan, Task(steps=1), ("x",))).upload.isfinite().any())
 
 
 def test_nan_in_one_pixel_survives_pooling():

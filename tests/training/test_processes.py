@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +25,8 @@ from polytempo.core.objective import Drift
 from polytempo.training import AutogradSolver, Exam, Executor, Job, Outcome, Score, Solver
 from polytempo.training.executors import processes
 from polytempo.training.executors.processes import Processes
-from polytempo.training.solvers.dense import DenseSolver
-from solving import upload_of
+from polytempo.training.solvers.native.solver import NativeSolver
+from solving import NATIVE, upload_of
 
 pytestmark = pytest.mark.skipif(
     "fork" not in mp.get_all_start_methods() or not Path("/proc").is_dir(),
@@ -93,17 +93,13 @@ def some_jobs(solver: Solver, count: int, task: Task = TASK) -> list[Job]:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["plain", "double", "stack"])
+@pytest.mark.parametrize("kind", ["plain", "double", NATIVE])
 def test_uploads_and_scores_are_those_of_the_same_solver_in_this_process(small, kind, workers):
     """And there are more jobs than rows of shared memory: rows are used again."""
-    if kind == "stack":
-        solver, count = DenseSolver(network(nn.ReLU()), small, SEED), 110
-        assert solver.group > 1
-    else:
-        module = network(nn.Tanh(), nn.Dropout(0.5))
-        module = module.double() if kind == "double" else module
-        solver, count = AutogradSolver(module, small, SEED), 30
-    jobs = some_jobs(solver, count, replace(TASK, objective=Pull(0.3)))
+    module = network(nn.Tanh(), nn.Dropout(0.5))
+    module = module.double() if kind == "double" else module
+    solver = (NativeSolver if kind == "native" else AutogradSolver)(module, small, SEED)
+    jobs = some_jobs(solver, 30, replace(TASK, objective=Pull(0.3)))
     exams = [Exam(job.params, list(range(job.client, 8))) for job in jobs[:20]]
     expected = [upload_of(solver, job) for job in jobs]
     scores = [solver.evaluate(exam) for exam in exams]
@@ -118,10 +114,10 @@ def test_uploads_and_scores_are_those_of_the_same_solver_in_this_process(small, 
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stack"])
+@pytest.mark.parametrize("kind", ["plain", NATIVE])
 def test_anchors_reach_the_workers_and_no_job_sees_that_of_another(small, kind):
     """Rows that held an anchor are used again by jobs that have none, or another."""
-    make = DenseSolver if kind == "stack" else AutogradSolver
+    make = NativeSolver if kind == "native" else AutogradSolver
     solver = make(network(nn.ReLU()), small, SEED)
     start = solver.layout.read()
     task, jobs = replace(TASK, objective=Drift()), []
@@ -155,24 +151,16 @@ def test_a_run_may_go_on_in_this_process_and_on_new_workers(small):
 class Probe:
     """A solver that reports on the process in which it works, and does as it is told."""
 
-    group = 1
-
     def __init__(self) -> None:
         self.layout = SimpleNamespace(size=3, vector=torch.zeros(3, dtype=torch.float64))
 
-    def kind(self, job: Job) -> object:
-        return None
-
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        if jobs[0].stream == ("sleep",):
+    def carry_out(self, job: Job) -> Outcome:
+        if job.stream == ("sleep",):
             time.sleep(20)
-        if jobs[0].stream == ("leave",):
+        if job.stream == ("leave",):
             os._exit(3)
-        if jobs[0].stream == ("wide",):
-            return [Outcome(torch.ones(4), {}, {})]
-        threads, pid = torch.get_num_threads(), os.getpid()
-        numbers = [[threads, pid, job.client] for job in jobs]
-        return [Outcome(torch.tensor(row, dtype=torch.float64), {}, {}) for row in numbers]
+        found = [torch.get_num_threads(), os.getpid(), job.client]
+        return Outcome(torch.tensor(found, dtype=torch.float64), {}, {})
 
     def evaluate(self, exam: Exam) -> list[Score]:
         first = float(exam.params[0])
@@ -213,9 +201,8 @@ def test_answers_that_are_large_pass_the_pipes():
 class Talks(Probe):
     """Sends back more than a pipe holds."""
 
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        sums = [job.vectors["models"].sum(0, keepdim=True) for job in jobs]
-        return [Outcome(job.params, {"sum": s}, {}) for job, s in zip(jobs, sums, strict=True)]
+    def carry_out(self, job: Job) -> Outcome:
+        return Outcome(job.params, {"sum": job.vectors["models"].sum(0)}, {})
 
 
 def test_large_answers_to_large_requests_pass_both_ways_at_once():
@@ -227,7 +214,7 @@ def test_large_answers_to_large_requests_pass_both_ways_at_once():
             backend.expect(job)
             time.sleep(0.05)  # by now there is an answer under way
         for k, job in enumerate(jobs):
-            [row] = backend.carry_out(job).extras["sum"]
+            row = backend.carry_out(job).extras["sum"]
             assert len(row) == 400_000
             assert set(row.tolist()) == {3.0 * (k + 1)}
 
@@ -354,8 +341,8 @@ def test_a_worker_that_is_killed_while_it_waits_is_noticed():
         victim = children()[1]
         os.kill(victim.pid, signal.SIGKILL)
         assert wait_for(lambda: ended(victim.pid))
-        for k in range(20):
-            backend.train(probing(k))
+        for k in range(2):  # one for each
+            backend.expect(probing(k))
     assert_one_line(caught.value, "worker process 1", "SIGKILL")
 
 
@@ -582,10 +569,10 @@ def test_the_federation_is_not_copied():
 class Greedy(Probe):
     """Takes much memory for a moment."""
 
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def carry_out(self, job: Job) -> Outcome:
         taken = torch.ones(300_000_000 // 4)
         del taken
-        return super().carry_out(jobs)
+        return super().carry_out(job)
 
 
 def test_memory_that_workers_had_for_a_moment_is_counted():

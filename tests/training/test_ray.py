@@ -17,7 +17,7 @@ from polytempo.core.layout import Parts
 from polytempo.simulation import Simulator
 from polytempo.strategies import PACE
 from polytempo.training import PERSONAL, AutogradSolver, Job, make_executor
-from solving import upload_of, uploads_of
+from solving import needs_compiler, upload_of
 
 ray = pytest.importorskip("ray")
 
@@ -124,18 +124,20 @@ def test_jobs_travel_with_all_that_they_bring_and_outcomes_with_all_that_they_ha
     asked = []
     pool = RayPool.__new__(RayPool)
     pool._ask = lambda worker, method, *details: asked.append((worker, method, details))
-    pool.train(7, jobs)
-    [(number, method, details)] = asked
-    assert (number, method) == (7, "train")
     worker = _Worker()
     worker.solver = solver
-    found = pickle.loads(worker.train(*details))
-    for (upload, extras, memory), expected in zip(found, solver.carry_out(jobs), strict=True):
+    for job in jobs:
+        pool.train(7, job)
+        number, method, details = asked.pop()
+        assert (number, method) == (7, "train")
+        upload, extras, memory = pickle.loads(worker.train(*details))
+        expected = solver.carry_out(job)
         assert torch.equal(upload, expected.upload)
         assert torch.equal(extras["mask"], expected.extras["mask"])
         assert memory.keys() == {PERSONAL, "optimizer.momentum"}
         assert all(torch.equal(memory[name], expected.memory[name]) for name in memory)
-    assert not torch.equal(found[1].upload, upload_of(solver, replace(jobs[1], vectors={})))
+        without = upload_of(solver, replace(job, vectors={}))
+        assert torch.equal(upload, without) == (not job.vectors)
 
 
 def assert_same(found: Simulator, expected: Simulator) -> None:
@@ -146,15 +148,16 @@ def assert_same(found: Simulator, expected: Simulator) -> None:
         assert torch.equal(found.strategy.model_for(client), expected.strategy.model_for(client))
 
 
-def test_a_dense_run_is_the_same_as_in_this_process(cluster, wide):
+@needs_compiler
+def test_a_native_run_is_the_same_as_in_this_process(cluster, wide):
     def run(**settings):
         settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
         return simulate(wide, model="mlp:hidden=150", adapt_epochs=1, **settings)
 
-    expected = run(solver="dense", backend="serial")
+    expected = run(solver="native", backend="serial")
     terminate = signal.getsignal(signal.SIGTERM)
     found = run(backend="ray")  # as many workers as CPUs
-    assert found.summary["backend"] == "dense on 2 Ray workers"
+    assert found.summary["backend"] == "native on 2 Ray workers"
     assert 4 * found.summary["parameters"] > 100 * 1024
     assert_same(found.simulator, expected.simulator)
     assert found.summary["peak_rss_mb"] > expected.summary["peak_rss_mb"] + 100
@@ -178,7 +181,8 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
     space = backend.solver.layout
     start, memory = space.read(), {PERSONAL: space.initial_personal}
     jobs = [Job(client, start, task, ("client", client), memory=memory) for client in range(4)]
-    uploads_of(backend.solver, jobs)  # moves the statistics, which no worker may see
+    for job in jobs:
+        upload_of(backend.solver, job)  # moves the statistics, which no worker may see
     space.vector.copy_(space.join(start, space.initial_personal))
     with (
         pytest.raises(PolytempoError, match=r"^Ray worker 1 died \(.*try fewer --w") as died,
@@ -191,13 +195,13 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
         assert_same(simulated(backend), simulated(alone))
 
         for worker in (0, 1):  # each answers in the order of what it was asked
-            pool.train(worker, jobs[2 * worker : 2 * worker + 1])
-            pool.train(worker, jobs[2 * worker + 1 : 2 * worker + 2])
+            pool.train(worker, jobs[2 * worker])
+            pool.train(worker, jobs[2 * worker + 1])
         answers = {0: [], 1: []}
         for _ in range(4):
-            worker, outcomes = pool.receive()
-            answers[worker] += [outcome.upload for outcome in outcomes]
-        expected = uploads_of(alone.solver, jobs)
+            worker, outcome = pool.receive()
+            answers[worker].append(outcome.upload)
+        expected = [upload_of(alone.solver, job) for job in jobs]
         assert all(map(torch.equal, answers[0] + answers[1], expected))
 
         with pytest.raises(backend.solver.layout.module.error) as caught:
@@ -208,7 +212,7 @@ def test_workers_on_two_nodes_what_they_find_their_errors_and_their_end(cluster,
         assert 'raise self.error("no number", where=17)' in note
 
         ray.kill(pool._actors[1])
-        pool.train(1, jobs[:1])
+        pool.train(1, jobs[0])
         pool.receive()
     assert "\n" not in str(died.value)
     assert ray.is_initialized()  # as before

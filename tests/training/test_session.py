@@ -19,8 +19,8 @@ from polytempo.core.optimizer import Adam, AdamW, Sgd
 from polytempo.core.rng import rng
 from polytempo.training import PERSONAL, AutogradSolver, Job, Outcome
 from polytempo.training.jobs import Swap
-from polytempo.training.solvers.dense import DenseSolver
-from solving import upload_of
+from polytempo.training.solvers.native.solver import NativeSolver
+from solving import needs_compiler, upload_of
 
 SEED, STREAM = 5, ("client", 2, "dispatch", 3)
 TASK = Task(epochs=6, batch_size=5, lr=0.05, optimizer=Sgd(weight_decay=0.01))
@@ -105,7 +105,7 @@ def test_cut_in_any_pieces_the_bits_are_the_same(small, kind, pieces):
     solver = make(small)
     job = job_of(solver, task)
     total = task.total_steps(solver.federation.samples[job.client])
-    [expected] = solver.carry_out([job])
+    expected = solver.carry_out(job)
     session, other = solver.begin(job), solver.begin(replace(job, stream=("other",)))
     taken = 0
     for steps in pieces:
@@ -121,10 +121,10 @@ def test_cut_in_any_pieces_the_bits_are_the_same(small, kind, pieces):
 def test_a_session_leaves_its_job_as_it_was(small):
     solver = AutogradSolver(network(), small, SEED, HEAD)
     task = replace(TASK, keep_optimizer=True)
-    [first] = solver.carry_out([job_of(solver, task)])
+    first = solver.carry_out(job_of(solver, task))
     job = job_of(solver, task, memory=first.memory)
     before = job.params.clone(), {name: value.clone() for name, value in job.memory.items()}
-    [found] = solver.carry_out([job])
+    found = solver.carry_out(job)
     assert torch.equal(job.params, before[0])
     assert job.memory.keys() == before[1].keys() == {PERSONAL, "optimizer.momentum"}
     for name, value in job.memory.items():
@@ -166,7 +166,7 @@ def test_a_model_swapped_in_by_hand_is_that_of_a_job_with_swaps(small, kind, ste
     session.advance(step)
     session.swap(other, {})
     session.advance()
-    [expected] = solver.carry_out([replace(job, swaps=(Swap(step, other, {}),))])
+    expected = solver.carry_out(replace(job, swaps=(Swap(step, other, {}),)))
     assert_same(session.finish(), expected)
     assert not torch.equal(expected.upload, upload_of(solver, job))
 
@@ -182,8 +182,8 @@ def test_who_keeps_nothing_trains_the_rest_alone(small, kind):
     swaps = (Swap(2, other, {}), Swap(5, third, {}))
     short = job.swapped(2, sent(job, other)).swapped(5, sent(job, third))
     assert short.swaps == () and (short.first_step, short.since) == (5, 5)
-    [expected] = solver.carry_out([replace(job, swaps=swaps)])
-    assert_same(solver.carry_out([short])[0], expected)
+    expected = solver.carry_out(replace(job, swaps=swaps))
+    assert_same(solver.carry_out(short), expected)
 
 
 def test_who_keeps_something_has_to_train_all_of_it(small):
@@ -219,7 +219,7 @@ def test_what_steps_have_kept_before_a_multicast_is_not_forgotten(small, before)
     session.advance(3)
     session.swap(other, {})
     session.advance()
-    [found] = solver.carry_out([job.swapped(3, sent(job, other))])
+    found = solver.carry_out(job.swapped(3, sent(job, other)))
     assert_same(found, session.finish())
     assert found.memory["received"].item() == sum(before.values()) + 2
 
@@ -249,7 +249,7 @@ def test_a_swap_replaces_what_is_shared_and_the_clients_own_goes_on(small):
     solver = AutogradSolver(network(plain=True), small, SEED, HEAD)
     job = job_of(solver)
     other = moved(job.params)
-    [(upload, _, memory)] = solver.carry_out([job.swapped(5, sent(job, other))])
+    upload, _, memory = solver.carry_out(job.swapped(5, sent(job, other)))
     module = network(plain=True)
 
     def fresh() -> torch.optim.Optimizer:  # begins anew with every model
@@ -294,12 +294,12 @@ def test_a_kept_optimiser_is_torchs_own_with_its_state(small, parts, name, keep)
         nn.utils.vector_to_parameters(model.clone(), target.parameters())
 
     job = job_of(solver, task)
-    [first] = solver.carry_out([job])
+    first = solver.carry_out(job)
     by_hand(small, module, optimiser, range(total), STREAM)
     second, third = moved(job.params), moved(job.params, seed=1)
     stream = ("client", 2, "dispatch", 9)
     again = replace(job, params=second, memory=first.memory, stream=stream)
-    [found] = solver.carry_out([replace(again, swaps=(Swap(4, third, {}),))])
+    found = solver.carry_out(replace(again, swaps=(Swap(4, third, {}),)))
     for model, steps in ((second, range(4)), (third, range(4, total))):
         receive(model)
         by_hand(small, module, optimiser if keep else make(), steps, stream)
@@ -327,7 +327,7 @@ def test_what_a_step_keeps_is_not_what_an_optimiser_keeps_by_the_same_name(small
     plain = job_of(solver, replace(TASK, keep_optimizer=True))
     both = replace(plain, task=replace(plain.task, client_steps=(Momentum(),)))
     for _ in range(2):
-        [found], [expected] = solver.carry_out([both]), solver.carry_out([plain])
+        found, expected = solver.carry_out(both), solver.carry_out(plain)
         both, plain = replace(both, memory=found.memory), replace(plain, memory=expected.memory)
     assert torch.equal(found.upload, expected.upload)
     assert found.memory["momentum"].tolist() == [2.0, 2.0]
@@ -347,7 +347,7 @@ def test_of_a_gradient_the_shared_part_is_uploaded_and_the_own_part_takes_its_st
     x, y = small.x[small.train[2]].double(), small.y[small.train[2]]
     for number in range(3):
         stream = ("client", 2, "dispatch", number)
-        [found] = solver.carry_out([replace(job, stream=stream)])
+        found = solver.carry_out(replace(job, stream=stream))
         rows = rng(SEED, *stream, "epoch", 0).permutation(len(y))[:5]
         module.zero_grad()
         nn.functional.cross_entropy(module(x[rows]), y[rows]).backward()
@@ -370,32 +370,40 @@ def test_of_a_gradient_the_shared_part_is_uploaded_and_the_own_part_takes_its_st
 def stack() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4)).double()
+        return nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4))
 
 
+def single(job: Job) -> Job:
+    """The same, in single precision."""
+    vectors = {name: value.float() for name, value in job.vectors.items()}
+    memory = {name: value.float() for name, value in job.memory.items()}
+    return replace(job, params=job.params.float(), vectors=vectors, memory=memory)
+
+
+@needs_compiler
 @pytest.mark.parametrize("personal", ["head", "body", "0.bias", "2.weight"])
 @pytest.mark.parametrize("upload", ["model", "delta", "gradient"])
 @pytest.mark.parametrize("objective", ["plain", "proximal:mu=0.5"])
-def test_the_dense_solver_trains_own_parts_as_torch_does(small, personal, upload, objective):
-    dense, plain = (
-        kind(stack(), small, SEED, Parts([personal])) for kind in (DenseSolver, AutogradSolver)
-    )
+def test_the_native_solver_trains_own_parts_as_torch_does(small, personal, upload, objective):
+    """Which does it in double precision here."""
+    native = NativeSolver(stack(), small, SEED, Parts([personal]))
+    plain = AutogradSolver(stack().double(), small, SEED, Parts([personal]))
     task = replace(TASK, upload=upload, objective=objective)
     for vectors in ({}, {"anchor": moved(plain.layout.read())}):
         job = job_of(plain, task, vectors=vectors)
         job = replace(job, memory={PERSONAL: moved(job.memory[PERSONAL])})
-        [found], [expected] = dense.carry_out([job]), plain.carry_out([job])
-        torch.testing.assert_close(found.upload, expected.upload, rtol=1e-9, atol=1e-10)
-        own = found.memory[PERSONAL]
-        torch.testing.assert_close(own, expected.memory[PERSONAL], rtol=1e-9, atol=1e-10)
-        assert not torch.equal(own, job.memory[PERSONAL])
+        found, expected = native.carry_out(single(job)), plain.carry_out(job)
+        torch.testing.assert_close(found.upload.double(), expected.upload, rtol=1e-5, atol=1e-6)
+        own = found.memory[PERSONAL].double()
+        torch.testing.assert_close(own, expected.memory[PERSONAL], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(own, job.memory[PERSONAL])
 
 
 def test_frozen_numbers_are_those_of_the_module_and_are_not_trained(small):
     solver = AutogradSolver(network(), small, SEED, Parts(frozen=["body.*", "norm"]))
     module = solver.layout.module
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    [(upload, _, memory)] = solver.carry_out([job_of(solver)])
+    upload, _, memory = solver.carry_out(job_of(solver))
     assert memory == {} and len(upload) == solver.layout.size == 9 * 4 + 4
     assert not torch.equal(
         upload, torch.cat([before["head.weight"].flatten(), before["head.bias"]])
@@ -416,7 +424,7 @@ def test_an_urgent_request_makes_the_epoch_in_progress_the_last(small):
         session.advance()
         ended = epoch if done < epoch else 2 * epoch
         assert session.step == ended and session.finished
-        [expected] = trainer.carry_out([replace(whole, last_step=ended)])
+        expected = trainer.carry_out(replace(whole, last_step=ended))
         assert torch.equal(session.finish().upload, expected.upload)
     session.stop()
     assert session.last == ended  # it has ended already
@@ -428,7 +436,7 @@ def test_a_step_that_changes_memory_in_place_leaves_the_job_as_it_was(small):
         job_of(solver), task=replace(TASK, client_steps=(Counts(),)), memory={"n": torch.zeros(1)}
     )
     for _ in range(3):
-        assert solver.carry_out([job])[0].memory["n"].tolist() == [1.0]
+        assert solver.carry_out(job).memory["n"].tolist() == [1.0]
     assert job.memory["n"].tolist() == [0.0]
 
 
@@ -478,7 +486,7 @@ def test_what_cannot_be_kept_names_the_step_the_name_and_the_shape(small, value,
     solver = AutogradSolver(network(), small, SEED)
     steps = (Mask(0.5), Keeps(value, early=early))
     with pytest.raises(PolytempoError, match=rf"step Keeps keeps 'mine' as {found}; expected"):
-        solver.carry_out([job_of(solver, replace(TASK, client_steps=steps))])
+        solver.carry_out(job_of(solver, replace(TASK, client_steps=steps)))
 
 
 def test_a_step_says_what_it_keeps(small):
@@ -486,7 +494,7 @@ def test_a_step_says_what_it_keeps(small):
     solver = AutogradSolver(network(), small, SEED)
     silent = replace(TASK, client_steps=(Keeps(torch.ones(1), names=()), Mask(0.5)))
     with pytest.raises(PolytempoError, match=r"Keeps stored 'mine' .* `keeps`"):
-        solver.carry_out([job_of(solver, silent)])
+        solver.carry_out(job_of(solver, silent))
     with pytest.raises(PolytempoError, match="two client steps keep 'n'"):
         replace(TASK, client_steps=(Counts(), Counts()))
 
@@ -496,4 +504,4 @@ def test_names_of_the_clients_own_part_and_of_its_optimiser_are_taken(small, nam
     solver = AutogradSolver(network(), small, SEED)
     task = replace(TASK, client_steps=(Keeps(torch.ones(1), names=(name,)),))
     with pytest.raises(PolytempoError, match=f"client step Keeps keeps '{name}'.* another"):
-        solver.carry_out([job_of(solver, task)])
+        solver.carry_out(job_of(solver, task))

@@ -16,7 +16,7 @@ from polytempo.bench.clusters import CLIENTS as CLUSTERED
 from polytempo.bench.clusters import PARAMETERS, growth, measure_clusters
 from polytempo.bench.machine import machine
 from polytempo.bench.scale import CLIENTS, measure_scale
-from polytempo.bench.server import SIZES, measure_server
+from polytempo.bench.server import BANKS, SIZES, measure_server
 from polytempo.bench.training import ARRIVALS, measure_training
 from polytempo.network.session import require_network
 
@@ -62,10 +62,10 @@ def run_bench(
                     name, strategy, workers=workers, repeats=repeats, arrivals=arrivals
                 )
                 found["training"].append(measured)
-        for clients, parameters in SIZES if "server" in parts else ():
-            if not quick or clients * parameters <= 10**8:
-                watch(f"server, {clients} clients")
-                found["server"].append(measure_server(clients, parameters))
+        for clients, parameters, uploads in SIZES if "server" in parts else ():
+            for bank in BANKS if not quick or uploads * parameters <= 10**7 else ():
+                watch(f"server, {clients} clients, bank {bank}")
+                found["server"].append(measure_server(clients, parameters, uploads, bank))
         for clients, slots, arrivals in BOOKS if "server" in parts else ():
             if not quick or clients <= 20_000:
                 watch(f"server, {clients} clients, {slots} slots")

@@ -89,11 +89,15 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
     ]
     server = [
         {
-            "server step of PACE": f"{row['clients']:,} x {row['parameters']:,}",
-            "time": f"{row['fold_ms']:,.2f} ms",
-            "reading once": f"{row['read_ms']:,.2f} ms",
-            "multiple": f"{row['multiple']:.2f}",
+            "server step of PACE": f"{row['clients']:,} x {row['parameters']:,}, {row['bank']}",
+            **{
+                f"{way}, {threads} thread{'s' * (threads != '1')}": f"{time:,.2f} ms"
+                for way in ("torch", "compiled")
+                for threads, time in row[f"{way}_ms"].items()
+            },
+            "reading 32 bits once": f"{row['read_ms']:,.2f} ms",
             "rows touched": f"{row['touched']:.0%}",
+            "memory": f"{row['peak_mb']:,.0f} MB",
         }
         for row in found["server"]
     ]
@@ -110,6 +114,7 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
         {
             "server step of CASA": f"{row['clients']:,} x {row['parameters']:,}",
             "time": f"{row['fold_ms']:,.1f} ms",
+            "a full spectrum": f"{row['spectrum_ms']:,.1f} ms",
             "grows as clients to the": "" if row["exponent"] is None else f"{row['exponent']:.1f}",
         }
         for row in found["clusters"]

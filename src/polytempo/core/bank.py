@@ -8,7 +8,10 @@ on models.
 Clients that have been treated alike so far share one row: memory is the number of *distinct* rows
 times d. `_slots` says which row is whose; clients part when they are treated differently, and do
 not meet again. Rows lie in blocks, which are allocated when they are first needed and never copied,
-and are worked on tile by tile (some rows, some columns), in the cache.
+and are worked on tile by tile, in the cache.
+
+A large bank may be worked on by compiled code and on several threads, which are for the engine to
+bring (`Storage`): nothing here compiles anything, or starts a thread.
 """
 
 from __future__ import annotations
@@ -25,21 +28,31 @@ from torch import Tensor
 from polytempo.core.errors import PolytempoError
 from polytempo.core.objective import Measure
 from polytempo.core.precision import Exact, Half, Int8
+from polytempo.core.tiles import BoolArray as BoolArray
+from polytempo.core.tiles import FloatArray as FloatArray
+from polytempo.core.tiles import Spread, Tiles, in_turn, spans
 
-FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
-BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Allocator = Callable[[tuple[int, int], torch.dtype], Tensor]
+# Does what `Tiles.sweep` does with the rows that it is given, as they are stored, with a float32
+# vector: returns products, distances (of l2, their squares) and squared norms. It takes the rows,
+# their shares, and a number that names what is drawn at random for the first of them.
+Pass = Callable[[Tensor, FloatArray, int], FloatArray]
+Kernel = Callable[[Tensor, Measure], Pass]
 
 BLOCK = 2**26  # bytes in a block, about
-TILE = 2**19  # numbers in a tile, at most
-WIDTH = 2**16  # columns in a tile, at most: longer sums lose digits, and single rows are slow
+SHARD = 2**22  # bytes that a thread takes at a time, about
 ALIGN = 16  # rows begin at multiples of it: the last bits of a sum depend on the alignment
 
 
 def in_memory(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The usual allocator."""
     return torch.empty(shape, dtype=dtype)
+
+
+def no_kernel() -> Kernel | None:
+    """The usual one: torch does all of it."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -58,11 +71,18 @@ class Storage:
     `seed`: names the random numbers of that rounding.
     `allocate`: where blocks come from, not necessarily initialised; `polytempo.storage.mapped` has
     them on disk.
+    `kernel`, `spread`: compiled code for large banks, which is asked for when it is first needed
+    (None: there is none), and threads for them; both in `polytempo.native.sweep`. Threads do not
+    change a bit. Compiled code takes sums in another order than torch, and draws other random
+    numbers for the rounding. `large`: the bytes from which on they pay.
     """
 
     bits: Literal[8, 16, 32] = 32
     allocate: Allocator = in_memory
     seed: int = 0
+    kernel: Callable[[], Kernel | None] = no_kernel
+    spread: Spread = in_turn
+    large: int = 2**24
 
     def format(self, dtype: torch.dtype) -> Exact:
         """How vectors of that type are written down."""
@@ -97,14 +117,11 @@ class ModelBank:
 
         size = len(initial)
         self._format = storage.format(initial.dtype)
-        group = self._format.group
-        width = min(-(-size // group) * group, WIDTH)
-        self._columns = [slice(k, min(k + width, size)) for k in range(0, size, width)]
-        self._tile_rows = TILE // width
-        self._scratch = torch.empty(2, self._tile_rows, width, dtype=initial.dtype)
+        self._tiles = Tiles(size, initial.dtype, self._format)
         self._stored: int = self._format.place(slice(0, size)).stop  # length of a row, as kept
         self._stride = -(-self._stored // ALIGN) * ALIGN
-        rows = max(BLOCK // (self._stride * self._format.dtype.itemsize), TILE // WIDTH)
+        self._bytes = self._stride * self._format.dtype.itemsize  # of a row
+        rows = max(BLOCK // self._bytes, self._tiles.rows)
         self._block_rows = min(clients, rows)
         self._blocks: list[Tensor] = []
         self._write(0, initial - self.origin)
@@ -138,10 +155,11 @@ class ModelBank:
         shares = np.bincount(self._slots, weights, minlength=len(self._squares))
         factors = torch.from_numpy(shares).to(self.origin.dtype)
         total = self.origin.clone()
-        for slots, rows in self._runs(self._tile_rows, shares != 0):
-            for columns in self._columns:
-                tile = self._lifted(rows, columns, self._scratch[0])
-                total[columns].addmv_(tile.T, factors[slots])
+        with self._tiles.room() as room:
+            for slots, rows in self._runs(self._tiles.rows, shares != 0):
+                for columns in self._tiles.columns:
+                    tile = self._tiles.lifted(rows, columns, room[0])
+                    total[columns].addmv_(tile.T, factors[slots])
         return total
 
     def dissimilarity(self, vector: Tensor, measure: Measure) -> FloatArray:
@@ -173,42 +191,29 @@ class ModelBank:
         if len(changed):
             a, s, p = shares[changed], self._squares[changed], products[changed]
             mixed = (1 - a) ** 2 * s + 2 * a * (1 - a) * p + a**2 * square
-            self._squares[changed] = squares[changed] if self._rounds else mixed.clip(0.0)
+            self._squares[changed] = squares[changed] if self._format.rounds else mixed.clip(0.0)
             self._changes += 1
             self._revisions[changed] = self._changes
         return np.asarray(unlike[self._slots], dtype=np.float64)
 
-    def _pass(
-        self, moved: Tensor, shares: FloatArray, measure: Measure
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Of each row: its product and (if measured) its distance with `moved`, towards which it
-        then moves by its share; and its squared norm after that, for rows in fewer bits, where
-        rounding keeps the norm from following from the product."""
-        products, distances, squares = torch.zeros(3, len(shares), dtype=moved.dtype)
-        mixing = torch.from_numpy(shares).to(moved.dtype)[:, None]
-        touched, far = shares != 0, measure in ("l1", "l2")
-        # Memory is read fastest in large parts, but what is used twice should stay in the cache.
-        twice = far or self._rounds or touched.mean() > 0.5
-        runs = self._runs(self._tile_rows if twice else self._block_rows)
-        # (The plan is made in advance because Python is slow when a tile has the cache.)
-        plan = [(slots, rows, mixing[slots], _spans(touched[slots])) for slots, rows in runs]
-        for slots, rows, weights, spans in plan:
-            for columns in self._columns:
-                stored, part = rows[:, self._format.place(columns)], moved[columns]
-                tile = self._lifted(rows, columns, self._scratch[0])
-                products[slots].addmv_(tile, part)
-                if far:
-                    gap = torch.sub(tile, part, out=self._scratch[1, : len(tile), : len(part)])
-                    distances[slots] += (gap.abs_() if measure == "l1" else gap.square_()).sum(1)
-                for span in spans:
-                    mixed = tile[span].lerp_(part, weights[span])
-                    if self._rounds:
-                        stored[span] = self._format.pack(mixed)
-                        kept = self._lifted(rows[span], columns, self._scratch[0, span])
-                        squares[slots][span] += kept.square_().sum(1)
-        if measure == "l2":
-            distances.sqrt_()
-        return products.double().numpy(), distances.double().numpy(), squares.double().numpy()
+    def _pass(self, moved: Tensor, shares: FloatArray, measure: Measure) -> tuple[FloatArray, ...]:
+        """`Tiles.sweep` over all rows, or the same by compiled code."""
+        large = self._distinct * self._bytes >= self.storage.large
+        longest = max(SHARD // self._bytes, 1) if large else self._block_rows
+        spread = self.storage.spread if large else in_turn
+        kernel = self.storage.kernel() if large and moved.dtype == torch.float32 else None
+        if kernel is None:
+            return self._tiles.sweep(self._runs, longest, moved, shares, measure, spread)
+        found = np.zeros((3, len(shares)))
+        read, key = kernel(moved, measure), self._format.key() if shares.any() else 0
+
+        def work(parts: Iterator[tuple[slice, Tensor]]) -> None:
+            for slots, rows in parts:
+                found[:, slots] = read(rows, shares[slots], key + slots.start)
+
+        spread(work, list(self._runs(longest)))
+        products, distances, squares = found
+        return products, np.sqrt(distances) if measure == "l2" else distances, squares
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -266,20 +271,10 @@ class ModelBank:
         wanted = np.full(len(self._squares), True) if wanted is None else wanted
         for number, block in enumerate(self._blocks):
             start = number * self._block_rows
-            for run in _spans(wanted[start : start + self._block_rows]):
+            for run in spans(wanted[start : start + self._block_rows]):
                 for first in range(run.start, run.stop, longest):
                     last = min(first + longest, run.stop)
                     yield slice(start + first, start + last), block[first:last, : self._stored]
-
-    @property
-    def _rounds(self) -> bool:
-        """Whether rows are rounded when they are written."""
-        return self.storage.bits < 32
-
-    def _lifted(self, rows: Tensor, columns: slice, room: Tensor) -> Tensor:
-        """A tile in the precision of the vectors: itself, or a copy in `room`."""
-        tile = self._format.unpack(rows[:, self._format.place(columns)], room)
-        return tile.narrow(1, 0, columns.stop - columns.start)
 
     def _values(self, row: Tensor, form: Exact) -> Tensor:
         """What a row that is stored in that format stands for."""
@@ -287,7 +282,7 @@ class ModelBank:
         return form.unpack(row[None], room)[0].narrow(0, 0, len(self.origin))
 
     def _square(self, vector: Tensor) -> float:
-        parts = [vector[columns].to(self.origin.dtype) for columns in self._columns]
+        parts = [vector[columns].to(self.origin.dtype) for columns in self._tiles.columns]
         return sum(float(part.dot(part)) for part in parts)
 
     def _write(self, slot: int | np.integer, moved: Tensor) -> None:
@@ -338,11 +333,3 @@ class ModelBank:
                 self._write(slot, self._values(row, form))
         self._changes += 1
         self._revisions[:] = self._changes
-
-
-def _spans(mask: BoolArray) -> list[slice]:
-    """Where the mask is true, as ranges."""
-    padded = np.zeros(len(mask) + 2, dtype=np.bool_)
-    padded[1:-1] = mask
-    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
-    return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -19,11 +19,9 @@ Measure = Literal["cosine", "inner", "l1", "l2"]
 
 
 class Objective(Options):
-    """Base of the objectives. They take single vectors, or matrices with a model in every row.
+    """Base of the objectives. One of your own overrides `add_gradient` alone.
 
-    `isotropic`: it looks at lengths and angles of vectors only, not at coordinates. `linear`: its
-    gradient is `u theta + v anchor`, and `coefficients` gives u and v. An objective of your own
-    overrides `add_gradient` alone.
+    `isotropic`: it looks at lengths and angles of vectors only, not at coordinates.
     """
 
     name: ClassVar[str] = ""
@@ -31,14 +29,6 @@ class Objective(Options):
     @property
     def isotropic(self) -> bool:
         return False
-
-    @property
-    def linear(self) -> bool:
-        return False
-
-    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
-        """u and v, from the products of theta and anchor with themselves and each other."""
-        raise NotImplementedError
 
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
         """Add the gradient at theta to `grad`."""
@@ -52,10 +42,7 @@ OBJECTIVES: Registry[Objective] = Registry("objective", Objective)
 class Plain(Objective):
     """The local loss alone."""
 
-    isotropic = linear = True
-
-    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(tt), torch.zeros_like(tt)
+    isotropic = True
 
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
         """Nothing to add."""
@@ -69,13 +56,6 @@ class Proximal(Objective):
     mu: Annotated[float, Field(ge=0)]
     power: Literal[1, 2] = 2
     isotropic = True
-
-    @property
-    def linear(self) -> bool:
-        return self.power == 2  # the length of the difference would drown in rounding
-
-    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.full_like(tt, self.mu), torch.full_like(tt, -self.mu)
 
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
         if self.power == 2:
@@ -101,24 +81,16 @@ class Pull(Objective):
     def isotropic(self) -> bool:
         return self.measure != "l1"
 
-    @property
-    def linear(self) -> bool:
-        return self.measure in ("cosine", "inner")
-
-    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
-        if self.measure == "inner":
-            return torch.zeros_like(tt), -self.strength / aa.clamp_min(1e-12)
-        scale = tt.sqrt() * aa.sqrt()  # the gradient of -cos is -(a / |a||t| - cos t / |t|^2)
-        inverse = torch.where(scale > 0, self.strength / scale, 0.0)  # zero has cosine 0
-        return inverse * ta / tt.clamp_min(1e-30), -inverse
-
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
-        if self.linear:
-            products = _dot(theta, theta), _dot(theta, anchor), _dot(anchor, anchor)
-            u, v = self.coefficients(*products)
-            grad.addcmul_(theta, u).addcmul_(anchor, v)
+        if self.measure == "cosine":
+            tt, ta, aa = _dot(theta, theta), _dot(theta, anchor), _dot(anchor, anchor)
+            scale = tt.sqrt() * aa.sqrt()  # the gradient of -cos is -(a / |a||t| - cos t / |t|^2)
+            inverse = torch.where(scale > 0, self.strength / scale, 0.0)  # zero has cosine 0
+            grad.addcmul_(theta, inverse * ta / tt.clamp_min(1e-30)).addcmul_(anchor, -inverse)
+        elif self.measure == "inner":
+            grad.addcmul_(anchor, -self.strength / _dot(anchor, anchor).clamp_min(1e-12))
         elif self.measure == "l1":
-            scale = anchor.abs().sum(-1, keepdim=True).clamp_min(1e-12)
+            scale = anchor.abs().sum().clamp_min(1e-12)
             grad.addcdiv_(torch.sign(theta - anchor), scale, value=self.strength)
         else:
             away = theta - anchor
@@ -127,9 +99,8 @@ class Pull(Objective):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row by row."""
-    products: Tensor = torch.linalg.vecdot(a, b)
-    return products.unsqueeze(-1)
+    product: Tensor = torch.linalg.vecdot(a, b)
+    return product
 
 
 def _norm(a: Tensor) -> Tensor:
@@ -141,10 +112,7 @@ class Drift(Objective):
     """`<anchor, theta>`: the anchor, sent along for the purpose, is added to every gradient (the
     control variates of SCAFFOLD and FedAC)."""
 
-    isotropic = linear = True
-
-    def coefficients(self, tt: Tensor, ta: Tensor, aa: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(tt), torch.ones_like(tt)
+    isotropic = True
 
     def add_gradient(self, theta: Tensor, anchor: Tensor, grad: Tensor) -> None:
         grad.add_(anchor)

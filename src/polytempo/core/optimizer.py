@@ -1,11 +1,7 @@
 """How a local step is taken: SGD, Adam, AdamW.
 
 An optimiser is plain data: it travels with the task. What it remembers from step to step, its
-*moments*, are named vectors, kept by the code that trains. A step has two halves, so that a solver
-may add the gradient straight into the memory that it acts through, without storing it first:
-
-    total, keep = optimizer.accumulator(moments)   # total <- keep * total + gradient
-    optimizer.descend(theta, moments, lr)          # theta <- theta - ...
+*moments*, are named vectors, kept by the code that trains.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ Moments = dict[str, Tensor]
 
 
 class Optimizer(Options):
-    """Base of the optimisers. All numbers may be vectors, or matrices with a model in every row."""
+    """Base of the optimisers."""
 
     name: ClassVar[str] = ""
     kept: ClassVar[tuple[str, ...]] = ()  # moments that a client may keep until its next training
@@ -38,22 +34,9 @@ class Optimizer(Options):
         if self.weight_decay:
             grad.add_(theta, alpha=self.weight_decay)
 
-    def accumulator(self, moments: Moments) -> tuple[Tensor, float]:
-        """Where the gradient is to be added, and by what that is multiplied first."""
-        raise NotImplementedError
-
-    def descend(self, theta: Tensor, moments: Moments, lr: float) -> None:
-        """Take the step that the accumulated gradient calls for."""
-        raise NotImplementedError
-
     def step(self, theta: Tensor, grad: Tensor, moments: Moments, lr: float) -> None:
-        """Both halves of a step, with a gradient that is there already."""
-        total, keep = self.accumulator(moments)
-        if keep:
-            total.mul_(keep).add_(grad)
-        else:
-            total.copy_(grad)
-        self.descend(theta, moments, lr)
+        """Take the step that the gradient calls for."""
+        raise NotImplementedError
 
 
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", Optimizer)
@@ -70,11 +53,13 @@ class Sgd(Optimizer):
     def begin(self, theta: Tensor) -> Moments:
         return {"momentum": torch.zeros_like(theta)}
 
-    def accumulator(self, moments: Moments) -> tuple[Tensor, float]:
-        return moments["momentum"], self.momentum
-
-    def descend(self, theta: Tensor, moments: Moments, lr: float) -> None:
-        theta.sub_(moments["momentum"], alpha=lr)
+    def step(self, theta: Tensor, grad: Tensor, moments: Moments, lr: float) -> None:
+        total = moments["momentum"]
+        if self.momentum:
+            total.mul_(self.momentum).add_(grad)
+        else:
+            total.copy_(grad)
+        theta.sub_(total, alpha=lr)
 
 
 @OPTIMIZERS.register("adam")
@@ -88,18 +73,15 @@ class Adam(Optimizer):
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
 
     def begin(self, theta: Tensor) -> Moments:
-        zeros = {name: torch.zeros_like(theta) for name in ("gradient", "first", "second")}
+        zeros = {name: torch.zeros_like(theta) for name in ("first", "second")}
         return {**zeros, "count": torch.zeros(1, dtype=theta.dtype)}
 
-    def accumulator(self, moments: Moments) -> tuple[Tensor, float]:
-        return moments["gradient"], 0.0
-
-    def descend(self, theta: Tensor, moments: Moments, lr: float) -> None:
-        gradient, first, second = (moments[name] for name in ("gradient", "first", "second"))
+    def step(self, theta: Tensor, grad: Tensor, moments: Moments, lr: float) -> None:
+        first, second = moments["first"], moments["second"]
         moments["count"] += 1
         steps = int(moments["count"])
-        first.lerp_(gradient, 1 - self.beta1)
-        second.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        first.lerp_(grad, 1 - self.beta1)
+        second.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         scale = second.div(1 - self.beta2**steps).sqrt_().add_(self.epsilon)
         theta.addcdiv_(first, scale, value=-lr / (1 - self.beta1**steps))
 
@@ -112,6 +94,6 @@ class AdamW(Adam):
     def regularise(self, theta: Tensor, grad: Tensor) -> None:
         """Nothing: the decay is not part of the gradient."""
 
-    def descend(self, theta: Tensor, moments: Moments, lr: float) -> None:
+    def step(self, theta: Tensor, grad: Tensor, moments: Moments, lr: float) -> None:
         theta.mul_(1 - lr * self.weight_decay)
-        super().descend(theta, moments, lr)
+        super().step(theta, grad, moments, lr)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polytempo.core.rng import rng
+from polytempo.core.rng import rng, stream_seed
 
 GROUP = 128  # numbers that share a scale
 SCALE = 4  # bytes of a scale, a float32 number
@@ -22,6 +22,8 @@ class Exact:
     """As they are."""
 
     largest: ClassVar[float | None] = None  # numbers beyond it cannot be held
+    rounds: ClassVar[bool] = False  # whether numbers change when they are written down
+    draws_in_order: ClassVar[bool] = False  # whether `pack` draws random numbers
     group: int = 1  # columns can be taken apart at multiples of it
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -36,6 +38,10 @@ class Exact:
         """What is stored of a matrix of numbers."""
         return values.to(self.dtype)
 
+    def key(self) -> int:
+        """A new name for random numbers that compiled code draws in place of `pack`."""
+        return 0
+
     def unpack(self, stored: Tensor, room: Tensor) -> Tensor:
         """The numbers again: what is stored itself, or written to `room`, which has their precision
         and at least as many rows and columns."""
@@ -46,6 +52,7 @@ class Half(Exact):
     """In half precision: each number is rounded to 11 bits."""
 
     largest = 65504
+    rounds = True
 
     def __init__(self) -> None:
         super().__init__(torch.float16)
@@ -63,10 +70,12 @@ class Int8(Exact):
     `x / scale - k`. No number changes by more than its scale, 1/127 of the largest in its group.
 
     The integers of a group are followed by its scale: 132 bytes for 128 numbers. The random numbers
-    of the k-th `pack` are named by the seed and k, so that `draws` is all there is to remember.
+    of the k-th `pack` (or pass of compiled code) are named by the seed and k, so that `draws` is
+    all there is to remember.
     """
 
     largest = 1e19  # whose square is a float32 number
+    rounds = draws_in_order = True
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(torch.int8)
@@ -88,6 +97,10 @@ class Int8(Exact):
         chance = torch.from_numpy(stream.random(tuple(exact.shape), dtype="float32"))
         codes = (below + (chance < exact - below)).clamp_(-127, 127).to(torch.int8)
         return torch.cat([codes, scales.view(torch.int8)], 2).flatten(1)
+
+    def key(self) -> int:
+        self.draws += 1
+        return stream_seed(self.seed, "rounding", self.draws - 1)
 
     def unpack(self, stored: Tensor, room: Tensor) -> Tensor:
         groups = stored.view(len(stored), -1, self.group + SCALE)

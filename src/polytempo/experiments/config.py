@@ -14,7 +14,7 @@ import pydantic
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 
-from polytempo.core.bank import Storage
+from polytempo.core.bank import Storage, in_memory
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.layout import BufferPolicy, Parts
 from polytempo.core.optimizer import OPTIMIZERS
@@ -24,10 +24,12 @@ from polytempo.core.strategy import Refill, Strategy
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS, Federation
 from polytempo.files import replace_text
+from polytempo.native.sweep import compiled_sweep, on_threads
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.storage import mapped
 from polytempo.strategies import STRATEGIES
 from polytempo.training import PROBLEMS, BackendName, Problem, SolverName, problem_for
+from polytempo.training.executors.processes import cores
 
 Spec = str | dict[str, Any]
 _REGISTRIES: dict[str, Registry[Any]] = {
@@ -168,8 +170,8 @@ class RunConfig(BaseModel):
     )
     solver: SolverName = Field(
         "auto",
-        description="how a training is computed: torch (anything), dense (mlp, linear: several "
-        "clients at once), or auto (dense if possible)",
+        description="how a training is computed: torch (anything), native (chains of common "
+        "layers, by compiled code), or auto (native if possible)",
     )
     backend: BackendName = Field(
         "auto",
@@ -205,13 +207,18 @@ class RunConfig(BaseModel):
         registry = _REGISTRIES[str(info.field_name)]
         return registry.describe(registry.create(value))
 
-    @pydantic.field_validator("backend", mode="before")
+    @pydantic.field_validator("solver", "backend", mode="before")
     @classmethod
-    def _renamed(cls, value: Any) -> Any:
-        if value == "batched":
+    def _renamed(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        old = (str(info.field_name), value)
+        if old == ("backend", "batched"):
             raise PolytempoError(
-                "backend batched is now a solver: use --solver dense, and --backend serial or "
-                "processes to say where it runs"
+                "backend batched is now a solver: use --solver native, or auto, and --backend "
+                "serial or processes to say where it runs"
+            )
+        if old == ("solver", "dense"):
+            raise PolytempoError(
+                "solver dense is now a part of native: use --solver native, or auto"
             )
         return value
 
@@ -250,10 +257,14 @@ class RunConfig(BaseModel):
 
     def storage(self) -> Storage:
         """How the server keeps its models."""
-        if self.bank == "disk":
-            return Storage(allocate=mapped())
-        bits: dict[str, Literal[8, 16, 32]] = {"memory": 32, "half": 16, "int8": 8}
-        return Storage(bits[self.bank], seed=self.seed)
+        bits: dict[str, Literal[8, 16, 32]] = {"half": 16, "int8": 8}
+        return Storage(
+            bits.get(self.bank, 32),
+            mapped() if self.bank == "disk" else in_memory,
+            self.seed,
+            compiled_sweep,
+            on_threads(cores()),
+        )
 
     def task(self) -> Task:
         return Task(**{name: getattr(self, name) for name in TASK})

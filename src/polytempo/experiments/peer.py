@@ -27,7 +27,7 @@ from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import check_name
-from polytempo.training import AutogradSolver, Learner, Score, find_device
+from polytempo.training import Learner, Score, find_device, make_solver
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
@@ -81,13 +81,14 @@ def run_peer(
     client = client_of(id, client, clients)
     inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(config.model, inputs, config.seed)
-    solver = AutogradSolver(
+    solver, how, why = make_solver(
         module,
         federation,
         config.seed,
         config.parts(),
         find_device(config.device),
         config.problem_on(federation),
+        name=config.solver,
     )
     task = config.task()
     strategy.setup(Context(solver.layout.read(), federation.samples, task, config.seed))
@@ -129,6 +130,7 @@ def run_peer(
             "strategy": "p2p",
             "federation": federation.description,
             "client": client,
+            "solver": how + why,
             "parameters": solver.layout.size,
             "seed": config.seed,
             **driver.run(interrupted),

@@ -16,7 +16,7 @@ from polytempo.strategies.p2p import P2P
 PEER_SETTINGS = (  # those that a peer on a network has options for
     *FEDERATION,
     *("model", "problem", "buffers", "personal", "freeze", "rounds", "messages", "batch_size"),
-    *("lr", "optimizer", "momentum", "weight_decay", "eval_every", "device", "seed"),
+    *("lr", "optimizer", "momentum", "weight_decay", "eval_every", "solver", "device", "seed"),
 )
 WORLD = (  # a simulated world, and what is measured in it: on a network, reality takes its place
     *("devices", "network", "dropout", "slots", "backend", "workers"),
@@ -36,7 +36,6 @@ END = "a peer ends at its target (--rounds or p2p:target=500) or budget (--messa
 SIMULATED = {  # what peers on a network have instead
     "versions": END,
     "until": END,
-    "solver": "they train by autograd (torch, or auto)",
 }
 # Of a comparison's settings, which are the same for all strategies: meant for those with a server.
 NOT_SHARED = ("epochs", "steps", "keep_optimizer", "bank")
@@ -55,7 +54,7 @@ def networked(config: RunConfig) -> P2P:
         name = config.strategy_table["name"]
         raise PolytempoError(f"peers on a network need the strategy p2p, not {name}")
     refuse_server_settings(config, strategy)
-    _refuse(config, SIMULATED, "is for simulations, not for peers on a network", solver="torch")
+    _refuse(config, SIMULATED, "is for simulations, not for peers on a network")
     if strategy.score_fusions:
         raise PolytempoError(
             "p2p:score_fusions=true is for simulations, not for peers on a network: omit it"

@@ -33,7 +33,7 @@ from polytempo.core.task import Task
 from polytempo.strategies.clustered import Clustered, unknown
 from polytempo.strategies.history import cosine
 from polytempo.strategies.similarity_buffer import SimilarityBuffer
-from polytempo.strategies.splitting import groups, spectrum
+from polytempo.strategies.splitting import groups, spectrum, stays_whole
 
 GONE = -2  # in place of the round at which a client started
 
@@ -245,15 +245,20 @@ class CASA(Clustered):
         that has not been compared with all others is in no part, and a newcomer if it comes back.
         """
         members = self.members(number)
-        gaps = np.isnan(self.alike[np.ix_(members, members)]).any(1)
+        everybody = len(members) == len(self.alike)
+        alike = self.alike if everybody else self.alike[np.ix_(members, members)]
+        gaps = np.isnan(alike.sum(1))
         away = gaps & (self.started[members] == GONE)
         members, missing = members[~away], members[away]
-        alike = self.alike[np.ix_(members, members)]
-        if len(members) < 3 or np.isnan(alike).any():
+        if len(missing):
+            alike = alike[np.ix_(~away, ~away)]
+        if len(members) < 3 or np.isnan(alike.sum()):
+            return
+        alpha_c = float(self.decays(len(members), 0)[0])
+        if stays_whole(alike, needed=alpha_c ** (1 / self.gamma)):
             return
         found = spectrum(alike)
-        alpha_c = self.decays(len(members), 0)[0]
-        if found.parts > 1 and float(alpha_c) < found.gap**self.gamma:
+        if found.parts > 1 and alpha_c < found.gap**self.gamma:
             self.leave_cluster(missing)
             self.split(number, groups(found))
             reader, author = self.cluster[:, None], self.cluster

@@ -90,10 +90,10 @@ class SimilarityBuffer:
 
     def _least(self, alike: FloatArray, alphas: FloatArray) -> int:
         """The row that matters least: for pairs not computed yet, then at all; then the oldest."""
-        readers, authors = np.nonzero(self.holds >= 0)
-        rows, values = self.holds[readers, authors], 1 / alphas[readers]
-        new = np.bincount(rows, values * np.isnan(alike[readers, authors]), len(self.ages))
-        every = np.bincount(rows, values, len(self.ages))
+        values, count = 1 / alphas, len(self.ages)
+        every = np.bincount(self.holds.ravel() + 1, np.repeat(values, len(alphas)), count + 1)[1:]
+        readers, authors = np.nonzero(np.isnan(alike) & (self.holds >= 0))
+        new = np.bincount(self.holds[readers, authors], values[readers], count)
         order = np.lexsort((self.ages, every, new))  # the last key counts first
         return int(order[self.references[order] > 0][0])
 

@@ -2,7 +2,11 @@
 
 The eigenvalues of the normalised Laplacian `L = I - D^-1/2 A D^-1/2` are 1 minus those of the
 normalised affinity `D^-1/2 A D^-1/2`, whose largest are what is computed. Nothing here is random:
-the solver starts from a fixed vector and k-means from rows that are far apart.
+the solvers start from a fixed vector and k-means from rows that are far apart.
+
+A cluster that holds together is looked at on every arrival, and one that falls apart only once. So
+`stays_whole` answers the one question that matters with a few steps of Lanczos' method, and only
+where these leave a doubt is the spectrum computed.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from polytempo.core.bank import FloatArray, IntArray
 
 COUNT = 10  # eigenvalues that are looked at (App. A.2.3)
 DENSE = 200  # clients: of more, only the eigenvectors that are needed are computed
+FEW = 32  # clients: of fewer, a spectrum is quickly computed
+STEPS = (12, 24)  # after which it is asked whether a cluster stays whole
+MARGIN = 0.01  # by which that must be certain: ten times the error of an eigenvalue here
 
 
 class Spectrum(NamedTuple):
@@ -26,11 +33,9 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(similarity: FloatArray) -> Spectrum:
-    """Eq. 12 and 13. Cosines below 0 count as 0, and everybody's similarity to itself is 1, so that
-    degrees are positive."""
+    """Eq. 12 and 13."""
     size = len(similarity)
-    affinity = np.clip(similarity, 0.0, 1.0)
-    np.fill_diagonal(affinity, 1.0)
+    affinity = _affinity(similarity)
     scale = 1 / np.sqrt(affinity.sum(1))
     affinity *= scale * scale[:, None]
     count = min(COUNT, size)
@@ -39,15 +44,66 @@ def spectrum(similarity: FloatArray) -> Spectrum:
     else:
         from scipy.sparse.linalg import eigsh
 
-        start = np.cos(np.arange(size))  # of no particular direction
         again = np.random.default_rng(0)  # where to go on from, should that lead no further
         values, vectors = eigsh(
-            affinity, count, which="LA", v0=start, ncv=4 * count, tol=1e-3, rng=again
+            affinity, count, which="LA", v0=_start(size), ncv=4 * count, tol=1e-3, rng=again
         )
     order = np.argsort(-values)[:count]
     gaps = np.diff(1 - values[order])
     widest = int(np.argmax(gaps))
     return Spectrum(widest + 1, float(gaps[widest]), vectors[:, order])
+
+
+def stays_whole(similarity: FloatArray, needed: float) -> bool:
+    """Whether `spectrum` would certainly find either one part or a gap of less than `needed`.
+
+    The largest eigenvalue of the normalised affinity is 1, and the roots of the degrees are its
+    vector. Lanczos' method, orthogonally to that one, has approximations of the next (Ritz values)
+    after a few steps. None is above its eigenvalue, nor below it by more than its residual, so that
+    the first gap is bounded from below and all others from above. (As any such method does, it
+    overlooks an eigenvector to which the vector that it starts from is orthogonal.) Nothing is
+    remembered from one arrival to the next: a resumed run answers the same.
+    """
+    size = len(similarity)
+    if size <= FEW:
+        return False
+    affinity = _affinity(similarity)
+    roots = np.sqrt(affinity.sum(1))
+    basis = np.empty((max(STEPS) + 1, size))
+    basis[0] = roots / np.linalg.norm(roots)
+    diagonal, beside, new = [], [], _start(size)
+    for k in range(1, max(STEPS) + 1):
+        for _ in range(2):  # once leaves errors of rounding
+            new = new - (basis[:k] @ new) @ basis[:k]
+        beside.append(float(np.linalg.norm(new)))
+        if beside[-1] < 1e-6:
+            return False  # there is no other direction
+        basis[k] = new / beside[-1]
+        new = affinity @ (basis[k] / roots) / roots
+        diagonal.append(float(basis[k] @ new))
+        if k in STEPS:
+            left = np.linalg.norm(new - (basis[: k + 1] @ new) @ basis[: k + 1])
+            off = np.diag(beside[1:], 1)
+            ritz, vectors = np.linalg.eigh(np.diag(diagonal) + off + off.T)
+            low = ritz[::-1][: COUNT - 1]  # of the second to the tenth eigenvalue
+            high = low + left * np.abs(vectors[-1, ::-1][: COUNT - 1])
+            widest = float((high[:-1] - low[1:]).max())
+            if widest + MARGIN < max(1 - high[0], needed):
+                return True
+    return False
+
+
+def _affinity(similarity: FloatArray) -> FloatArray:
+    """Cosines below 0 count as 0, and everybody's similarity to itself is 1, so that degrees are
+    positive."""
+    affinity = np.clip(similarity, 0.0, 1.0)
+    np.fill_diagonal(affinity, 1.0)
+    return affinity
+
+
+def _start(size: int) -> FloatArray:
+    """A vector of no particular direction."""
+    return np.cos(np.arange(size))
 
 
 def groups(found: Spectrum) -> IntArray:

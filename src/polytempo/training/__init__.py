@@ -1,7 +1,13 @@
 """Local training on a client's shard."""
 
 from polytempo.training.executors.executor import Executor
-from polytempo.training.factory import BackendName, SolverName, find_device, make_executor
+from polytempo.training.factory import (
+    BackendName,
+    SolverName,
+    find_device,
+    make_executor,
+    make_solver,
+)
 from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
 from polytempo.training.learner import Learner
 from polytempo.training.memory import ClientMemory
@@ -28,6 +34,7 @@ __all__ = [
     "SolverName",
     "find_device",
     "make_executor",
+    "make_solver",
     "merged",
     "problem_for",
 ]

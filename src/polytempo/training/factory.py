@@ -11,16 +11,15 @@ from torch import nn
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.data import Federation
+from polytempo.native.build import NoCompiler
 from polytempo.training.executors.executor import Executor
 from polytempo.training.executors.processes import Processes, cores
-from polytempo.training.problem import Problem, problem_for
+from polytempo.training.problem import Problem
 from polytempo.training.solvers.autograd import AutogradSolver
-from polytempo.training.solvers.dense import DenseSolver
-from polytempo.training.solvers.native.build import NoCompiler
 from polytempo.training.solvers.native.chain import Unfit
 from polytempo.training.solvers.native.solver import NativeSolver
 
-SolverName = Literal["auto", "torch", "dense", "native"]
+SolverName = Literal["auto", "torch", "native"]
 BackendName = Literal["auto", "serial", "processes", "ray"]
 
 
@@ -41,9 +40,8 @@ def make_executor(
 
     Solvers, how a training is computed:
     torch:     anything, by autograd
-    dense:     stacks of fully connected layers with ReLU, several clients at once
     native:    chains of common layers, by code that is compiled for them
-    auto:      native if the model allows it and there is a compiler, else dense or torch
+    auto:      native if the model allows it and there is a compiler, else torch
 
     Backends, where trainings run:
     serial:    one after the other, in this process
@@ -53,8 +51,7 @@ def make_executor(
 
     The numbers depend on the solver (equal to about 1e-6) and the device, on nothing else.
     """
-    problem = problem_for(federation, problem)
-    chosen, how = _solver(solver, module, federation, seed, parts, device, problem)
+    chosen, how, why = make_solver(module, federation, seed, parts, device, problem, name=solver)
     if name == "serial" and workers not in (None, 1):
         raise PolytempoError(f"backend serial has no workers, got {workers}; use backend processes")
     if chosen.device.type != "cpu" and (name in ("processes", "ray") or workers not in (None, 1)):
@@ -65,47 +62,38 @@ def make_executor(
         from polytempo.training.executors.ray_actors import RayPool, processors
 
         count = workers or processors()
-        about = how.format(f" on {count} Ray workers")
+        about = f"{how} on {count} Ray workers{why}"
         return Executor(chosen, lambda: RayPool(chosen, count), about)
     if workers is None:
         several = sys.platform == "linux" and (name == "processes" or not small)
         workers = cores() if several and name != "serial" and chosen.device.type == "cpu" else 1
     if workers > 1 or name == "processes":
         count = workers
-        about = how.format(f" on {count} processes")
+        about = f"{how} on {count} processes{why}"
         return Executor(chosen, lambda: Processes(chosen, count), about)
-    return Executor(chosen, None, how.format(", serial"))
+    return Executor(chosen, None, f"{how}, serial{why}")
 
 
-def _solver(
-    name: SolverName,
+def make_solver(
     module: nn.Module,
     federation: Federation,
     seed: int,
-    parts: Parts,
-    device: str,
-    problem: Problem,
-) -> tuple[AutogradSolver, str]:
-    """The solver of that name, and what is said of it, with room for where it runs."""
+    parts: Parts = ALL_SHARED,
+    device: str = "cpu",
+    problem: Problem | None = None,
+    *,
+    name: SolverName = "auto",
+) -> tuple[AutogradSolver, str, str]:
+    """A solver of that name, which it is, and why it is not native where it might be."""
     given = (module, federation, seed, parts, device, problem)
-    why = ""
-    if name in ("auto", "native"):
-        try:
-            return NativeSolver(*given), "native{}"
-        except (Unfit, NoCompiler) as error:
-            if name == "native":
-                raise PolytempoError(f"solver native: {error}; use --solver auto") from error
-            why = f" (not native: {error})"
-    fits = DenseSolver.fits(module, parts, problem) and device == "cpu"
-    if name == "dense" and not fits:
-        raise PolytempoError(
-            "solver dense trains unfrozen stacks of fully connected layers with ReLU (mlp, linear) "
-            f"for classification on the CPU, not a {type(module).__name__} for {problem.name} on "
-            f"{device}: use --solver torch, or auto"
-        )
-    if name != "torch" and fits:
-        return DenseSolver(*given), f"dense{{}}{why}"
-    return AutogradSolver(*given), f"torch{{}}{why}"
+    if name == "torch":
+        return AutogradSolver(*given), "torch", ""
+    try:
+        return NativeSolver(*given), "native", ""
+    except (Unfit, NoCompiler) as error:
+        if name == "native":
+            raise PolytempoError(f"solver native: {error}; use --solver auto") from error
+        return AutogradSolver(*given), "torch", f" (not native: {error})"
 
 
 def find_device(name: str) -> str:

@@ -67,8 +67,7 @@ class Learner:
 
     def steps(self, count: int) -> None:
         """Train for this many steps, here and now."""
-        [outcome] = self.solver.carry_out([self.job(count)])
-        self.take(outcome, count)
+        self.take(self.solver.carry_out(self.job(count)), count)
 
     def fuse(self, params: Tensor) -> None:
         """Continue from other weights; memory and schedule stay."""

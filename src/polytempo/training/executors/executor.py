@@ -2,8 +2,8 @@
 
 The engine announces every training as soon as it is certain (`expect`), takes the announcement back
 if a multicast changes it (`forget`), and asks for the result when the update is due (`carry_out`).
-In between, the backend is free to train ahead: on worker processes, or several clients at once.
-What comes out of a job depends on that job alone, so none of this shows in the results.
+In between, workers are free to train ahead. What comes out of a job depends on that job alone, so
+none of this shows in the results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -29,15 +29,13 @@ class Workers(Protocol):
 
     workers: int
 
-    def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        """Ask for these jobs, which are of one kind."""
-        ...
+    def train(self, worker: int, job: Job) -> None: ...
 
-    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None: ...
+    def evaluate(self, worker: int, exam: Exam) -> None: ...
 
-    def receive(self) -> tuple[int, list[Any] | Exception]:
-        """Wait for an answer: the worker, and its outcomes or lists of scores, or what went wrong
-        there."""
+    def receive(self) -> tuple[int, Any]:
+        """Wait for an answer: the worker, and its outcome or list of scores, or the exception that
+        was raised there."""
         ...
 
     def peak_memory(self) -> float:
@@ -66,8 +64,8 @@ class Executor:
         self._announced: dict[int, Job] = {}  # and not handed out yet, by identity
         self._begun: dict[int, Job] = {}
         self._done: dict[int, Outcome] = {}
-        # what each worker has been asked for and not answered yet: jobs, or numbers of evaluations
-        self._asked: list[deque[list[Job] | list[int]]] = []
+        # what each worker has been asked for and not answered yet: a job, or an evaluation's number
+        self._asked: list[deque[Job | int]] = []
         self._scores: dict[int, list[Score]] = {}
 
     def __enter__(self) -> Executor:
@@ -93,7 +91,7 @@ class Executor:
     @property
     def width(self) -> int:
         """How many jobs are worth announcing together."""
-        return self.solver.group * (self.pool.workers * AHEAD if self.pool else 1)
+        return self.pool.workers * AHEAD if self.pool else 1
 
     def expect(self, job: Job, due: float = math.inf) -> None:
         """The result of this job will be asked for, at about that time."""
@@ -115,22 +113,19 @@ class Executor:
 
     def carry_out(self, job: Job) -> Outcome:
         """What comes of this job, announced or not."""
-        self._announced[id(job)] = job
-        if id(job) not in self._begun:
+        key = id(job)
+        if self.pool is None and key not in self._done:
+            outcome = self.solver.carry_out(job)
+            self._announced.pop(key, None)
+            return outcome
+        self._announced[key] = job
+        if key not in self._begun:
             self._queue(job, -math.inf)
-        while id(job) not in self._done:
-            if self.pool is None:
-                group = self._next_group(self.solver.group)
-                try:
-                    self._finish(group, self.solver.carry_out(group))
-                except BaseException:
-                    self._give_up(group)
-                    raise
-            else:
-                self._feed()
-                self._receive()
-        del self._announced[id(job)], self._begun[id(job)]
-        return self._done.pop(id(job))
+        while key not in self._done:
+            self._feed()
+            self._receive()
+        del self._announced[key], self._begun[key]
+        return self._done.pop(key)
 
     def evaluate(self, exams: Iterable[Exam]) -> list[list[Score]]:
         """Each model on the test splits of the clients named with it. On workers, this goes
@@ -138,20 +133,13 @@ class Executor:
         if self.pool is None:
             return [self.solver.evaluate(exam) for exam in exams]
         numbers: list[list[int]] = []  # of the parts that an exam is split in
-        together: list[tuple[int, Exam]] = []
         for exam in exams:
             size = math.ceil(len(exam.clients) / (self.pool.workers * AHEAD))
             numbers.append([])
             for begin in range(0, len(exam.clients), max(1, size)):
-                numbers[-1].append(next(self._counter))
                 part = slice(begin, begin + size)
                 own = None if exam.personal is None else exam.personal[part]
-                together.append((numbers[-1][-1], Exam(exam.params, exam.clients[part], own)))
-                if len(together) == self.solver.group:
-                    self._ask_scores(together)
-                    together = []
-        if together:
-            self._ask_scores(together)
+                numbers[-1].append(self._ask_scores(Exam(exam.params, exam.clients[part], own)))
         self._feed()
         while not all(number in self._scores for parts in numbers for number in parts):
             self._receive()
@@ -170,20 +158,21 @@ class Executor:
     def _feed(self) -> None:
         """Give the workers what is needed first, up to `AHEAD` requests each."""
         while self.pool is not None and (free := self._free_worker()) is not None:
-            # leave something for the other places that are free
-            places = sum(AHEAD - len(asked) for asked in self._asked)
-            group = self._next_group(min(self.solver.group, -(-len(self._waiting) // places)))
-            if not group:
+            job = self._next_job()
+            if job is None:
                 return
-            self._asked[free].append(group)
-            self.pool.train(free, group)
+            self._asked[free].append(job)
+            self.pool.train(free, job)
 
-    def _ask_scores(self, exams: Sequence[tuple[int, Exam]]) -> None:
+    def _ask_scores(self, exam: Exam) -> int:
+        """Ask some worker; the number by which the scores are found."""
         assert self.pool is not None
         while (free := self._free_worker()) is None:
             self._receive()
-        self._asked[free].append([number for number, _ in exams])
-        self.pool.evaluate(free, [exam for _, exam in exams])
+        number = next(self._counter)
+        self._asked[free].append(number)
+        self.pool.evaluate(free, exam)
+        return number
 
     def _free_worker(self) -> int | None:
         least = min(range(len(self._asked)), key=lambda worker: len(self._asked[worker]))
@@ -191,15 +180,17 @@ class Executor:
 
     def _receive(self) -> None:
         assert self.pool is not None
-        worker, answers = self.pool.receive()
+        worker, answer = self.pool.receive()
         asked = self._asked[worker].popleft()
-        if isinstance(answers, Exception):
-            self._give_up(asked)
-            raise answers
-        if isinstance(asked[0], Job):
-            self._finish(asked, answers)
+        if isinstance(answer, Exception):
+            self._begun.pop(id(asked), None)  # a job that is asked for again starts afresh
+            raise answer
+        if not isinstance(asked, Job):
+            self._scores[asked] = answer
+        elif id(asked) in self._announced:
+            self._done[id(asked)] = answer
         else:
-            self._scores.update(zip(asked, answers, strict=True))
+            del self._begun[id(asked)]  # forgotten meanwhile
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -212,32 +203,11 @@ class Executor:
     def _is_waiting(self, key: int) -> bool:
         return key in self._announced and key not in self._begun
 
-    def _next_group(self, most: int) -> list[Job]:
-        """The jobs that are due first, as many as can be done together."""
-        group: list[Job] = []
-        others: list[tuple[float, int, int]] = []
-        while self._waiting and len(group) < most and len(others) < 2 * self.solver.group:
-            entry = heapq.heappop(self._waiting)
-            if not self._is_waiting(entry[-1]):
-                continue
-            job = self._announced[entry[-1]]
-            if group and self.solver.kind(job) != self.solver.kind(group[0]):
-                others.append(entry)
-                continue
-            group.append(job)
-            self._begun[id(job)] = job
-        for entry in others:
-            heapq.heappush(self._waiting, entry)
-        return group
-
-    def _finish(self, group: Sequence[Job], outcomes: Sequence[Outcome]) -> None:
-        for job, outcome in zip(group, outcomes, strict=True):
-            if id(job) in self._announced:
-                self._done[id(job)] = outcome
-            else:
-                del self._begun[id(job)]  # forgotten meanwhile
-
-    def _give_up(self, group: Sequence[Job] | Sequence[int]) -> None:
-        """Nothing came of this group; a job of it that is asked for again starts afresh."""
-        for job in group:
-            self._begun.pop(id(job), None)
+    def _next_job(self) -> Job | None:
+        """The job that is due first; from now on it is begun."""
+        while self._waiting:
+            *_, key = heapq.heappop(self._waiting)
+            if self._is_waiting(key):
+                self._begun[key] = self._announced[key]
+                return self._begun[key]
+        return None

@@ -20,7 +20,7 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -54,11 +54,9 @@ class Processes:
         self._size = solver.layout.size
         dtype = solver.layout.vector.dtype
         stride = -(-self._size // 16) * 16  # rows aligned alike: same sums, bit for bit
-        rows = workers * AHEAD * solver.group
-        shared = mmap.mmap(-1, max(1, rows * stride * dtype.itemsize))
-        self._rows = torch.frombuffer(shared, dtype=dtype).view(
-            workers, AHEAD, solver.group, stride
-        )[..., : self._size]
+        shared = mmap.mmap(-1, max(1, workers * AHEAD * stride * dtype.itemsize))
+        rows = torch.frombuffer(shared, dtype=dtype).view(workers, AHEAD, stride)
+        self._rows = rows[..., : self._size]
         self._sent = [0] * workers
         self._pipes: list[Connection] = []
         self._processes = []
@@ -77,20 +75,15 @@ class Processes:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        place = self._place(worker)
-        for job, row in zip(jobs, self._rows[worker, place], strict=False):
-            row.copy_(job.params)
-        self._send(worker, ("train", place, dumps([replace(job, params=_NOTHING) for job in jobs])))
+    def train(self, worker: int, job: Job) -> None:
+        place = self._place(worker, job.params)
+        self._send(worker, ("train", place, dumps(replace(job, params=_NOTHING))))
 
-    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
-        place = self._place(worker)
-        for exam, row in zip(exams, self._rows[worker, place], strict=False):
-            row.copy_(exam.params)
-        bare = [exam._replace(params=_NOTHING) for exam in exams]
-        self._send(worker, ("evaluate", place, dumps(bare)))
+    def evaluate(self, worker: int, exam: Exam) -> None:
+        place = self._place(worker, exam.params)
+        self._send(worker, ("evaluate", place, dumps(exam._replace(params=_NOTHING))))
 
-    def receive(self) -> tuple[int, list[Any] | Exception]:
+    def receive(self) -> tuple[int, Any]:
         while not (ready := wait(self._pipes, _LOOK)):
             self._look()
         assert isinstance(ready[0], Connection)
@@ -98,15 +91,13 @@ class Processes:
         place, answer = self._answer(worker)
         if not isinstance(answer, bytes):
             return worker, answer
-        rows, beside = self._rows[worker, place], pickle.loads(answer)
-        return worker, [
-            Outcome(row.clone(), *more) for row, more in zip(rows, beside, strict=False)
-        ]
+        extras, memory = pickle.loads(answer)
+        return worker, Outcome(self._rows[worker, place].clone(), extras, memory)
 
     def peak_memory(self) -> float:
         for worker in range(self.workers):
             self._send(worker, ("memory", 0, None))
-        return float(sum(self._answer(worker)[1][0] for worker in range(self.workers)))
+        return float(sum(self._answer(worker)[1] for worker in range(self.workers)))
 
     def close(self) -> None:
         for process in self._processes:
@@ -119,11 +110,13 @@ class Processes:
                 process.kill()
                 process.join(_GRACE)
 
-    def _place(self, worker: int) -> int:
-        """Where the models of the next request go: requests are answered in order, and there are
+    def _place(self, worker: int, params: Tensor) -> int:
+        """Where the model of the next request is now: requests are answered in order, and there are
         never more than `AHEAD`."""
         self._sent[worker] += 1
-        return self._sent[worker] % AHEAD
+        place = self._sent[worker] % AHEAD
+        self._rows[worker, place].copy_(params)
+        return place
 
     def _send(self, worker: int, request: Any) -> None:
         try:
@@ -180,18 +173,16 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
         answer: Any = None
         try:
             if kind == "train":
-                pairs = zip(pickle.loads(details), rows[place], strict=False)
-                outcomes = solver.carry_out([replace(job, params=row) for job, row in pairs])
+                job = replace(pickle.loads(details), params=rows[place])
+                upload, extras, memory = solver.carry_out(job)
                 # as bytes: torch would send each tensor in a file of shared memory; and first of
-                # all, for some may be views of the received models, which are now replaced
-                answer = dumps([(outcome.extras, outcome.memory) for outcome in outcomes])
-                for row, outcome in zip(rows[place], outcomes, strict=False):
-                    row.copy_(outcome.upload)
+                # all, for some may be views of the received model, which is now replaced
+                answer = dumps((extras, memory))
+                rows[place].copy_(upload)
             elif kind == "evaluate":
-                exams = zip(pickle.loads(details), rows[place], strict=False)
-                answer = [solver.evaluate(exam._replace(params=row)) for exam, row in exams]
+                answer = solver.evaluate(pickle.loads(details)._replace(params=rows[place]))
             else:
-                answer = [max(0.0, peak_memory() - before, private_memory())]
+                answer = max(0.0, peak_memory() - before, private_memory())
         except Exception as caught:  # goes to the parent, which raises it
             answer = _portable(caught)
         try:

@@ -16,7 +16,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -91,13 +91,13 @@ class RayPool:
             self.close()
             raise
 
-    def train(self, worker: int, jobs: Sequence[Job]) -> None:
-        self._ask(worker, "train", dumps(list(jobs), _ByValue))
+    def train(self, worker: int, job: Job) -> None:
+        self._ask(worker, "train", dumps(job, _ByValue))
 
-    def evaluate(self, worker: int, exams: Sequence[Exam]) -> None:
-        self._ask(worker, "evaluate", dumps(list(exams)))
+    def evaluate(self, worker: int, exam: Exam) -> None:
+        self._ask(worker, "evaluate", dumps(exam))
 
-    def receive(self) -> tuple[int, list[Any] | Exception]:
+    def receive(self) -> tuple[int, Any]:
         oldest = {asked[0]: worker for worker, asked in enumerate(self._asked) if asked}
         [first], _ = ray.wait(list(oldest))
         answer = self._answer(oldest[first])
@@ -169,11 +169,11 @@ class _Worker:
         self.solver = kind(module, Federation(**{**data, **shared}), seed, parts, problem=problem)
         return str(ray.get_runtime_context().get_node_id())
 
-    def train(self, jobs: bytes) -> bytes:
-        return dumps(self.solver.carry_out(pickle.loads(jobs)))
+    def train(self, job: bytes) -> bytes:
+        return dumps(self.solver.carry_out(pickle.loads(job)))
 
-    def evaluate(self, exams: bytes) -> list[list[Score]]:
-        return [self.solver.evaluate(exam) for exam in pickle.loads(exams)]
+    def evaluate(self, exam: bytes) -> list[Score]:
+        return self.solver.evaluate(pickle.loads(exam))
 
     def memory(self) -> float:
         return peak_memory()

@@ -1,1 +1,1 @@
-"""How one job is computed: by autograd, or batched for fully connected layers."""
+"""How one job is computed: by autograd, or by compiled code for chains of common layers."""

@@ -1,4 +1,4 @@
-"""The solver for any module: local training by autograd, one job at a time.
+"""The solver for any module: local training by autograd.
 
 One resident model per process, bound to flat parameter and gradient vectors; the client's samples
 are rows of one tensor and a batch is one index operation. There is no DataLoader and no copy of the
@@ -7,7 +7,6 @@ model per client.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -24,18 +23,15 @@ from polytempo.training.solvers.vocabulary import Vocabulary
 
 
 class Solver(Protocol):
-    """Carries jobs out in this process. What comes of a job depends on that job alone: not on the
-    jobs that it is done together with, nor on what was done before."""
+    """Carries jobs out in this process. What comes of a job depends on that job alone, not on what
+    was done before."""
 
     layout: Layout
     federation: Federation
     problem: Problem
-    group: int  # number of jobs that it pays to do together, if they are of one kind
 
-    def kind(self, job: Job) -> object: ...
-
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """What comes of each of these jobs, which are of one kind."""
+    def carry_out(self, job: Job) -> Outcome:
+        """What comes of this job."""
         ...
 
     def evaluate(self, exam: Exam) -> list[Score]:
@@ -44,9 +40,7 @@ class Solver(Protocol):
 
 
 class AutogradSolver:
-    """Trains and evaluates any module, by autograd, one job at a time."""
-
-    group = 1
+    """Trains and evaluates any module, by autograd."""
 
     def __init__(
         self,
@@ -64,22 +58,14 @@ class AutogradSolver:
         self.x, self.y = federation.x.to(self.device), federation.y.to(self.device)
         self.vocabulary = Vocabulary.of(self.layout) if federation.vocabulary else None
 
-    def kind(self, job: Job) -> object:
-        return job.task
-
     def begin(self, job: Job) -> Session:
         """The training that the job describes, before its first step."""
         return Session(self, job)
 
-    def carry_out(self, jobs: Sequence[Job]) -> list[Outcome]:
-        sessions = [self.begin(job) for job in jobs]
-        self.train(sessions)
-        return [session.finish() for session in sessions]
-
-    def train(self, sessions: Sequence[Session]) -> None:
-        """Take all steps of these sessions, which are of jobs of one kind."""
-        for session in sessions:
-            session.advance()
+    def carry_out(self, job: Job) -> Outcome:
+        session = self.begin(job)
+        session.advance()
+        return session.finish()
 
     @torch.inference_mode()
     def evaluate(self, exam: Exam) -> list[Score]:

@@ -250,9 +250,9 @@ def _calls(module: nn.Module) -> Iterator[nn.Module]:
             continue
         else:
             if not node.args or node.args[0] is not last:
-                raise Unfit(f"{node.target} does not take the output of the layer before it")
+                raise Unfit(f"{_name(node)} does not take the output of the layer before it")
             if any(other is last for other in node.all_input_nodes[1:]):
-                raise Unfit(f"{node.target} takes the output of the layer before it twice")
+                raise Unfit(f"{_name(node)} takes the output of the layer before it twice")
             yield _called(module, node)
             last = node
 
@@ -279,7 +279,7 @@ def _called(module: nn.Module, node: fx.Node) -> nn.Module:
     arguments, options = node.args[1:], dict(node.kwargs)
     if node.op == "call_module":
         if arguments or options:
-            raise Unfit(f"{node.target} takes more than one argument")
+            raise Unfit(f"{_name(node)} takes more than one argument")
         return module.get_submodule(str(node.target))
     if node.op in ("call_function", "call_method"):
         options.pop("inplace", None)
@@ -289,11 +289,15 @@ def _called(module: nn.Module, node: fx.Node) -> nn.Module:
             try:
                 return maker(*arguments, **options)
             except (TypeError, ValueError) as error:
-                raise Unfit(f"{node.target} with these arguments is not known") from error
+                raise Unfit(f"{_name(node)} with these arguments is not known") from error
         if node.target in ("view", "reshape", torch.reshape) and _flattens(arguments):
             return nn.Flatten()
-    name = getattr(node.target, "__name__", node.target)
-    raise Unfit(f"{name} is not a known layer")
+    raise Unfit(f"{_name(node)} is not a known layer")
+
+
+def _name(node: fx.Node) -> str:
+    """What is called there."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _flattens(sizes: tuple[Any, ...]) -> bool:

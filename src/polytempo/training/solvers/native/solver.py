@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,11 @@ from polytempo.core.optimizer import Adam, AdamW, Sgd
 from polytempo.core.schedule import Constant
 from polytempo.core.task import Task
 from polytempo.data import Federation
+from polytempo.native.build import library
 from polytempo.training.jobs import PERSONAL, Job
 from polytempo.training.problem import Classification, Multilabel, NextToken, Problem, Regression
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
-from polytempo.training.solvers.native.build import library
 from polytempo.training.solvers.native.chain import Dense, Unfit, chain
 from polytempo.training.solvers.native.places import Floats, up
 from polytempo.training.solvers.native.program import Program
@@ -41,6 +42,7 @@ _LOSSES: Mapping[type[Problem], int] = {
 _OPTIMIZERS: Mapping[type, int] = {Sgd: 0, Adam: 1, AdamW: 2}
 _GRADIENT = 3
 _MEASURES = {"cosine": 3, "inner": 4, "l1": 5, "l2": 6}
+_KERNELS = Path(__file__).parent / "kernels"
 _AT_ONCE = 2**24  # numbers: larger shards are made ready batch by batch
 _ROOM = 64  # samples that buffers are made for at first
 _KEPT = 2**27  # bytes of products of samples that are remembered
@@ -77,7 +79,7 @@ class NativeSolver(AutogradSolver):
             raise Unfit(reason)
         layers = chain(module, federation.shape, federation.vocabulary is not None)
         self.program = Program(layers, self.layout, _LOSSES[type(self.problem)])
-        self._library = library(self.program.text)
+        self._library = library(self.program.text, _KERNELS)
         _declare(self._library)
         self._net = ctypes.addressof(self.program.net)
         self._room, self._space = 0, 0

@@ -1,4 +1,4 @@
-"""Compiling C++ at first use, once for a network, a compiler and a CPU.
+"""Compiling C++ at first use, once for a text, a compiler and a CPU.
 
 Libraries are kept under the user's cache folder (`POLYTEMPO_CACHE`, else `~/.cache/polytempo`). The
 name of one is a hash of everything that it depends on, so nothing there ever goes stale; the folder
@@ -19,7 +19,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-KERNELS = Path(__file__).parent / "kernels"
 _FLAGS = "-O3 -std=c++17 -shared -fPIC -fno-math-errno"
 
 
@@ -27,16 +26,17 @@ class NoCompiler(Exception):
     """Why nothing can be compiled here."""
 
 
-def library(text: str) -> ctypes.CDLL:
-    """The C++ text, compiled and loaded."""
+def library(text: str, headers: Path | None = None) -> ctypes.CDLL:
+    """The C++ text, compiled and loaded. `headers`: the folder of what it includes."""
     compiler, flags = find_compiler(), _flags()
     name = hashlib.sha256(
-        "\n".join([text, _kernels(), *_identity(compiler), *flags, _cpu()]).encode()
+        "\n".join([text, _read(headers), *_identity(compiler), *flags, _cpu()]).encode()
     ).hexdigest()[:20]
     folder = cache_folder()
     found = folder / f"{name}.so"
     if not found.exists():
-        _compile(text, [*compiler, *flags], found)
+        include = [] if headers is None else [f"-I{headers}"]
+        _compile(text, [*compiler, *flags, *include], found)
     try:
         return ctypes.CDLL(str(found))
     except OSError as error:
@@ -83,8 +83,8 @@ def _flags() -> list[str]:
 
 
 @cache
-def _kernels() -> str:
-    return "\n".join(path.read_text() for path in sorted(KERNELS.glob("*.hpp")))
+def _read(headers: Path | None) -> str:
+    return "\n".join(x.read_text() for x in sorted(headers.glob("*.hpp"))) if headers else ""
 
 
 def _identity(compiler: list[str]) -> list[str]:
@@ -108,9 +108,9 @@ def _cpu() -> str:
 
 def _compile(text: str, command: list[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as room:
-        code, made = Path(room, "network.cpp"), Path(room, "network.so")
+        code, made = Path(room, "code.cpp"), Path(room, "code.so")
         code.write_text(text)
-        full = [*command, f"-I{KERNELS}", str(code), "-o", str(made), "-lm"]
+        full = [*command, str(code), "-o", str(made), "-lm"]
         try:
             done = subprocess.run(full, capture_output=True, text=True, timeout=300, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
