@@ -413,6 +413,31 @@ def test_evaluation_leaves_no_trace_in_the_run(small):
     assert [row["round"] for row in seldom.history] == [0, 40]
 
 
+@pytest.mark.parametrize("strategy", [FedAsync(), PACE()])
+def test_who_has_no_test_samples_is_neither_evaluated_nor_adapted(strategy):
+    draw = np.random.default_rng(0)
+    sizes = [16, 1, 12, 1, 8]
+    clients = [(draw.normal(size=(n, 12)).astype("f"), draw.integers(0, 4, n)) for n in sizes]
+    fed = Federation.from_arrays(clients, classes=4)
+    backend, examined = Recorder(fed), []
+
+    def evaluate(exams):
+        exams = list(exams)
+        examined.extend(client for exam in exams for client in exam.clients)
+        return Executor.evaluate(backend, exams)
+
+    backend.evaluate = evaluate
+    simulator, _ = make(fed, strategy, slots=3, eval_every=4, adapt_epochs=1, backend=backend)
+    simulator.run(12)
+    assert set(examined) == {0, 2, 4} == set(fed.tested)
+    assert {job.client for job in backend.jobs if job.stream[0] == "adapt"} == {0, 2, 4}
+    scores = [
+        backend.solver.evaluate(Exam(strategy.serve(client), [client]))[0] for client in (0, 2, 4)
+    ]
+    shares = [score.sums["correct"] / score.total for score in scores]
+    assert simulator.history[-1]["accuracy"] == pytest.approx(np.mean(shares))
+
+
 def test_until_ends_the_run_at_a_simulated_time(small):
     simulator, log = make(small, Standalone(), devices=fixed(*[2.0] * 8))
     simulator.run(10_000, until=5.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,14 @@ class IdleClients:
 
     def add(self, client: int) -> None:
         self._mark(client, True)
+
+    def add_all(self, clients: Collection[int]) -> None:
+        """Clients that are all different."""
+        ids = np.fromiter(clients, np.int64, len(clients))
+        new = ids[~self._marks[ids]]
+        self._marks[new] = True
+        self._counts += np.bincount(new // BLOCK, minlength=len(self._counts))
+        self._size += len(new)
 
     def discard(self, client: int) -> None:
         self._mark(client, False)

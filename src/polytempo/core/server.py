@@ -109,17 +109,15 @@ class Server:
     def join(self, clients: Iterable[int]) -> list[Action]:
         """These clients are here (for the first time, or again)."""
         joining = set(clients)
-        for client in joining:
-            if not 0 <= client < self.context.clients:
-                raise PolytempoError(
-                    f"client {client} cannot join: ids go from 0 to {self.context.clients - 1}"
-                )
+        if joining and not 0 <= min(joining) <= max(joining) < self.context.clients:
+            wrong = min(joining) if min(joining) < 0 else max(joining)
+            raise PolytempoError(
+                f"client {wrong} cannot join: ids go from 0 to {self.context.clients - 1}"
+            )
         new = sorted(joining - self.known) if self.round and self.refill != "cohort" else []
         self.members |= joining
         self.known |= joining
-        for client in joining:
-            if client not in self.open:
-                self.idle.add(client)
+        self.idle.add_all(joining - self.open.keys())
         return [*(self._send(client, self.strategy.model_for) for client in new), *self._fill()]
 
     def leave(self, client: int) -> list[Action]:
@@ -305,8 +303,7 @@ class Server:
             for client, all_sent in state["open"]
         )
         self.idle = IdleClients(self.context.clients)
-        for client in self.members - self.open.keys():
-            self.idle.add(client)
+        self.idle.add_all(self.members - self.open.keys())
         self.dispatches = state["dispatches"]
         self.strategy.load_state_dict(state["strategy"])
 

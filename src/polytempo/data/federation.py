@@ -83,6 +83,11 @@ class Federation:
         """Number of training samples of each client."""
         return [part.stop - part.start for part in self.train]
 
+    @cached_property
+    def tested(self) -> list[int]:
+        """The clients that have test samples."""
+        return [client for client, part in enumerate(self.test) if part.stop > part.start]
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one sample."""

