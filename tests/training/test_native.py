@@ -178,6 +178,27 @@ def test_personal_and_frozen_parts(parts, objective):
     assert distance(one, other) < 1e-5 < distance(one, own[PERSONAL])
 
 
+def test_a_mask_holds_against_momentum_that_was_kept():
+    federation = federation_for(SHAPE, 4)
+    solvers = [kind(small_cnn(), federation, 0) for kind in (NativeSolver, AutogradSolver)]
+    start, results, stayed = solvers[0].layout.read(), [], []
+    for solver in solvers:
+        task = Task(epochs=1, batch_size=5, keep_optimizer=True)
+        first = solver.carry_out(Job(0, start, task, ("x",)))
+        masked = replace(task, client_steps=(Mask(0.4),))
+        again = Job(0, first.upload, masked, ("y",), memory=first.memory)
+        results.append(solver.carry_out(again).upload)
+        stayed.append(float((results[-1] == first.upload).double().mean()))
+    assert distance(*results) < 1e-5
+    assert min(stayed) > 0.35
+
+
+def test_gradients_hold_no_decoupled_decay():
+    task = Task(batch_size=8, upload="gradient", optimizer="adamw:weight_decay=0.5")
+    native, by_torch, exact, _ = uploads(small_cnn(), federation_for(SHAPE, 4), task)
+    assert distance(native, exact) <= max(3 * distance(by_torch, exact), 1e-6)
+
+
 # -- sessions --------------------------------------------------------------------------------------
 
 
@@ -239,6 +260,29 @@ def test_what_diverges_is_seen():
         assert not bool(upload.isfinite().all())
     nan = solver.layout.read() * float("nan")
     assert not bool(solver.carry_out(Job(0, nan, Task(steps=1), ("x",))).upload.isfinite().any())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [small_cnn, lambda: network(nn.Flatten(), nn.Linear(240, 3), nn.Tanh(), nn.Linear(3, 4))],
+)
+def test_what_diverges_leaves_no_trace(make):
+    """Padding that became NaN would spoil all later trainings of the process."""
+    solver = NativeSolver(make(), federation_for(SHAPE, 4), 0)
+    good = Job(0, solver.layout.read(), Task(epochs=1, batch_size=5, keep_optimizer=True), ("x",))
+    before = solver.carry_out(good).upload
+    for optimizer in ("sgd", "adam"):
+        bad = Task(epochs=3, batch_size=5, lr=1e18, optimizer=optimizer)
+        solver.carry_out(replace(good, task=bad))
+    nan = replace(good, params=good.params * float("nan"))
+    solver.carry_out(nan)
+    assert torch.equal(solver.carry_out(good).upload, before)
+
+
+def test_a_solver_leaves_the_model_as_it_was():
+    module = small_cnn()
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    assert torch.equal(NativeSolver(module, federation_for(SHAPE, 4), 0).layout.read(), before)
 
 
 def test_nan_in_one_pixel_survives_pooling():
@@ -320,6 +364,37 @@ def test_filters_over_words(texts, options, task, parts):
     exam = Exam(solvers[0].layout.read(), [0, 1])
     for one, other in zip(*(solver.evaluate(exam) for solver in solvers), strict=True):
         assert one.sums == pytest.approx(other.sums, rel=1e-4)
+
+
+@pytest.mark.parametrize("steps", [(), (Mask(0.3),)], ids=["pull", "mask"])
+def test_words_of_the_clients_own(texts, steps):
+    """The table of words stays with its client; and what one training leaves is not in the next."""
+    inputs = Inputs(texts.shape, texts.outputs, texts.vocabulary)
+    module = build("textcnn:embedding=8,filters=8", inputs, 0)
+    task = Task(epochs=2, batch_size=7, lr=0.05, objective=Pull(strength=0.5), client_steps=steps)
+    for parts in (Parts(["embedding.*"]), Parts()):
+        found = uploads(module, texts, task, parts)
+        assert distance(found[0], found[2]) <= max(3 * distance(found[1], found[2]), 1e-5)
+    solver = NativeSolver(copy.deepcopy(module), texts, 0)
+    job = Job(0, solver.layout.read(), replace(task, client_steps=(Mask(0.3),)), ("x",))
+    alone = solver.carry_out(job).upload
+    solver.carry_out(replace(job, task=replace(task, client_steps=())))
+    assert torch.equal(solver.carry_out(job).upload, alone)
+
+
+def test_padding_that_is_not_zero_goes_to_torch(texts):
+    inputs = Inputs(texts.shape, texts.outputs, texts.vocabulary)
+    solvers = [
+        kind(build("textcnn:embedding=8,filters=8", inputs, 0), texts, 0)
+        for kind in (NativeSolver, AutogradSolver)
+    ]
+    params = solvers[0].layout.read()
+    params[:8] = 1.0  # the first row of the table
+    job = Job(0, params, Task(epochs=1, batch_size=7), ("x",))
+    one, other = (solver.carry_out(job).upload for solver in solvers)
+    assert torch.equal(one, other)
+    one, other = (solver.evaluate(Exam(params, [0]))[0].sums for solver in solvers)
+    assert one == other
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +483,18 @@ class Branches(nn.Module):
         return self.two(torch.sigmoid(self.one(x)))
 
 
+class Moody(nn.Module):
+    """Computes something else when it is tested."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(240, 4)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.one(x if self.training else torch.tanh(x))
+
+
 def with_hook():
     module = small_cnn()
     module[0].register_forward_hook(lambda *given: None)
@@ -440,6 +527,8 @@ def tied():
         (Branches("data"), "depends on its input"),
         (Branches("always"), "outside of training"),
         (Branches("sigmoid"), "sigmoid is not a known layer"),
+        (Moody(), "something else outside of training"),
+        (network(nn.AdaptiveAvgPool2d((None, 1)), nn.Flatten(), nn.Linear(24, 4)), "not a pair"),
         (with_hook(), "hooks"),
         (tied(), "used twice"),
         (small_cnn().double(), "float32"),
@@ -455,6 +544,14 @@ def test_what_does_not_fit_goes_to_torch_and_it_is_said_why(module, why):
     assert why in executor.name
     with pytest.raises(PolytempoError, match=why):
         make_executor(module, federation, 0, solver="native")
+
+
+def test_targets_that_the_model_has_no_outputs_for_are_not_written_past_it():
+    labels = federation_for(SHAPE, 9)
+    for problem, why in (("classification", "labels"), ("regression", "targets")):
+        federation = federation_for(SHAPE, 9, problem) if problem == "regression" else labels
+        with pytest.raises(Unfit, match=why):
+            NativeSolver(small_cnn(), federation, 0)
 
 
 def test_a_solver_that_computes_something_else_is_not_used(monkeypatch):

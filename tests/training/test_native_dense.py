@@ -177,7 +177,7 @@ def test_the_gradient_holds_the_weight_decay_that_is_a_part_of_it(kind):
 @settings(max_examples=60)
 @given(
     model=st.sampled_from(list(MODELS)),
-    kind=st.sampled_from(list(OBJECTIVES)),
+    kind=st.sampled_from([kind for kind in OBJECTIVES if kind != "l1"]),
     name=st.sampled_from(list(SHARDS)),
     task=st.builds(
         Task,
@@ -203,7 +203,8 @@ def test_the_gradient_holds_the_weight_decay_that_is_a_part_of_it(kind):
     data=st.data(),
 )
 def test_any_job(model, kind, name, task, data):
-    """Of layers that are smooth: a ReLU may fall on the other side of zero."""
+    """Of layers and objectives that are smooth: a ReLU, or the sign of a difference, may fall on the
+    other side of zero."""
     fed, module = federation(SHARDS[name]), network(MODELS[model], between=nn.Tanh)
     total = task.total_steps(fed.samples[0])
     first = data.draw(st.integers(0, total - 1))

@@ -62,11 +62,11 @@ def find_compiler() -> list[str]:
 def cache_folder() -> Path:
     """Where compiled libraries are kept."""
     named = os.environ.get("POLYTEMPO_CACHE")
-    base = Path(named) if named else Path.home() / ".cache" / "polytempo"
-    folder = base / "native"
     try:
+        base = Path(named) if named else Path.home() / ".cache" / "polytempo"
+        folder = base / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where there is no home
         return _own_folder()
     return folder if os.access(folder, os.W_OK) else _own_folder()
 
@@ -107,15 +107,15 @@ def _cpu() -> str:
 
 
 def _compile(text: str, command: list[str], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as room:
-        code, made = Path(room, "code.cpp"), Path(room, "code.so")
-        code.write_text(text)
-        full = [*command, str(code), "-o", str(made), "-lm"]
-        try:
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as room:
+            code, made = Path(room, "code.cpp"), Path(room, "code.so")
+            code.write_text(text, encoding="utf8")
+            full = [*command, str(code), "-o", str(made), "-lm"]
             done = subprocess.run(full, capture_output=True, text=True, timeout=300, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoCompiler(f"{command[0]} did not run: {error}") from error
-        if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            raise NoCompiler(f"{command[0]} failed: {said[0] if said else 'no message'}")
-        os.replace(made, target)  # others may be doing the same
+            if done.returncode != 0:
+                said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+                raise NoCompiler(f"{command[0]} failed: {said[0] if said else 'no message'}")
+            os.replace(made, target)  # others may be doing the same
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoCompiler(f"{command[0]} did not compile: {error}") from error

@@ -153,7 +153,7 @@ def chain(module: nn.Module, shape: tuple[int, ...], tokens: bool = False) -> li
     if next(module.buffers(), None) is not None:
         raise Unfit("it has buffers (running statistics)")
     for part in module.modules():
-        if any(getattr(part, hooks) for hooks in _HOOKS):
+        if any(getattr(part, hooks) for hooks in _HOOKS) or "forward" in vars(part):
             raise Unfit("it has hooks")
     found = _text_layers(module, shape) if tokens else _layers(module, shape)
     ids = [id(tensor) for layer in found for tensor in layer.parameters()]
@@ -232,11 +232,12 @@ class _Tracer(fx.Tracer):
 
 def _calls(module: nn.Module) -> Iterator[nn.Module]:
     """The layers that the module calls, one after the other; functions as layers."""
-    graph = _traced(module, training=True)
-    if any(node.target is functional.dropout for node in graph.nodes):
-        for node in _traced(module, training=False).nodes:
-            if node.target is functional.dropout and node.kwargs.get("training") is not False:
-                raise Unfit("it drops numbers outside of training, too")
+    graph, tested = (_traced(module, training) for training in (True, False))
+    if [_spelt(node) for node in graph.nodes] != [_spelt(node) for node in tested.nodes]:
+        raise Unfit("it does something else outside of training")
+    for node in tested.nodes:
+        if node.target is functional.dropout and node.kwargs.get("training") is not False:
+            raise Unfit("it drops numbers outside of training, too")
     last: fx.Node | None = None
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -267,6 +268,12 @@ def _traced(module: nn.Module, training: bool) -> fx.Graph:
         module.train(was_training)
 
 
+def _spelt(node: fx.Node) -> tuple[str, ...]:
+    """The node in words, but for whether it is training."""
+    options = {key: value for key, value in node.kwargs.items() if key != "training"}
+    return node.op, str(node.target), str(node.args), str(options)
+
+
 def _is_batch_size(node: fx.Node) -> bool:
     """x.size(0), x.shape, x.shape[0]: what a batch is flattened by."""
     if node.op == "call_method":
@@ -283,8 +290,9 @@ def _called(module: nn.Module, node: fx.Node) -> nn.Module:
         return module.get_submodule(str(node.target))
     if node.op in ("call_function", "call_method"):
         options.pop("inplace", None)
-        options.pop("training", None)
         maker = _FUNCTIONS.get(node.target)
+        if options.pop("training", None) is False:  # dropout that is switched off
+            return nn.Identity()
         if maker is not None:
             try:
                 return maker(*arguments, **options)
@@ -418,7 +426,10 @@ def _pooling(part: nn.Module, form: Image) -> Pool:
 
 
 def _pair(value: Any) -> Pair:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or not all(isinstance(side, int) for side in pair):
+        raise Unfit(f"{value} is not a pair of numbers")
+    return pair[0], pair[1]
 
 
 def _slid(form: Image, channels: int, kernel: Pair, stride: Pair, padding: Pair) -> Image:

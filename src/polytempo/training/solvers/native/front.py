@@ -232,7 +232,7 @@ def _forward(stage: Stage, noise: int) -> str:
     if isinstance(layer, Norm):
         scale, shift = (f"w + {region.begin}" for region in stage.regions)
         kept = f"s.k{k} + k * {2 * stage.source.pixel}"
-        call = f"({layer.epsilon!r}f, {source}, {scale}, {shift}, {out}, {kept});"
+        call = f"({float(layer.epsilon)!r}f, {source}, {scale}, {shift}, {out}, {kept});"
         return f"group_norm_forward<G{k}>{call}"
     if isinstance(layer, Dropout):
         return f"drop_image<G{k}>({_noise(layer, noise)}, {source}, {out});"

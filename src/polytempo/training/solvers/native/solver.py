@@ -74,10 +74,14 @@ class NativeSolver(AutogradSolver):
         problem: Problem | None = None,
     ) -> None:
         super().__init__(module, federation, seed, parts, device, problem)
-        reason = unfit(module, federation, self.problem, device)
-        if reason:
-            raise Unfit(reason)
-        layers = chain(module, federation.shape, federation.vocabulary is not None)
+        if device != "cpu":
+            raise Unfit(f"it is for CPUs, not {device}")
+        if type(self.problem) not in _LOSSES:
+            raise Unfit(f"{self.problem.name} is not one of its problems")
+        try:
+            layers = chain(module, federation.shape, federation.vocabulary is not None)
+        except Unfit as error:
+            raise Unfit(f"{type(module).__name__}: {error}") from error
         self.program = Program(layers, self.layout, _LOSSES[type(self.problem)])
         self._library = library(self.program.text, _KERNELS)
         _declare(self._library)
@@ -94,21 +98,35 @@ class NativeSolver(AutogradSolver):
         self._check()
 
     def _check(self) -> None:
-        """Take one step by compiled code and by autograd: a compiler that is broken, or a layer
-        that is not what it seems, must not spoil a run."""
+        """Take one step, and one look, by compiled code and by autograd: a compiler that is broken,
+        or a layer that is not what it seems, must not spoil a run."""
         client = next((c for c, count in enumerate(self.federation.samples) if count), None)
         if client is None:
             return
         own = {PERSONAL: self.layout.initial_personal} if self.layout.personal else {}
         task = Task(steps=1, batch_size=4, lr=1.0, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
         job = Job(client, self.layout.read(), task, ("check",), memory=own)
-        found = []
-        for session in (NativeSession(self, job), Session(self, job)):
-            session.advance()
-            found.append(session.vector - self.layout.join(job.params, own.get(PERSONAL)))
-        apart, length = float((found[0] - found[1]).norm()), float(found[1].norm())
-        if not apart <= 0.01 * length + 1e-6:
-            raise Unfit(f"its first step is off by {apart:.2g} of {length:.2g}: please report this")
+        start = self.layout.vector.clone()
+        try:
+            steps = []
+            for session in (NativeSession(self, job), Session(self, job)):
+                session.advance()
+                steps.append(session.vector - start)
+            self.load(job.params, own.get(PERSONAL))
+            begin = self.federation.train[client].start
+            few = slice(begin, begin + min(4, self.federation.samples[client]))
+            with torch.inference_mode():
+                looks = [self.outputs(few), super().outputs(few)]
+        finally:
+            self.layout.load_whole(start)
+        for what, (mine, exact) in (("first step", steps), ("output", looks)):
+            apart, length = float((mine - exact).norm()), float(exact.norm())
+            if not apart <= 0.01 * length + 1e-6:
+                raise Unfit(f"its {what} is off by {apart:.2g} of {length:.2g}: please report this")
+
+    def __del__(self) -> None:
+        if getattr(self, "_space", 0):
+            self._library.release(self._net, self._space)
 
     def begin(self, job: Job) -> Session:
         return NativeSession(self, job)
@@ -118,6 +136,8 @@ class NativeSolver(AutogradSolver):
         self.spread(self.layout.vector, self._served)
 
     def outputs(self, shard: slice) -> Tensor:
+        if not self._padding_is_zero(self.layout.vector):
+            return super().outputs(shard)
         x = self._test_samples.of(shard)
         if self.program.filters:
             self.program.know(self.program.table.rows)
@@ -135,10 +155,29 @@ class NativeSolver(AutogradSolver):
         return found
 
     def _as_targets(self) -> Tensor:
-        y = self.y
+        """The targets as compiled code takes them, which does not check them again."""
+        y, outputs = self.y, self.program.outputs
+        rows = self.program.table.rows or self.program.net.recurrent.tokens
+        if (
+            self.program.tokens
+            and len(self.x)
+            and not 0 <= _span(self.x)[0] <= _span(self.x)[1] < rows
+        ):
+            raise Unfit(f"tokens are not all among the {rows} that it knows")
         if type(self.problem) in (Classification, NextToken):
+            if len(y) and not 0 <= _span(y)[0] <= _span(y)[1] < outputs:
+                raise Unfit(f"labels are not all among its {outputs} outputs")
             return y.to(torch.int64).contiguous()
+        if y.numel() != len(y) * outputs:
+            raise Unfit(f"a sample has {y[0].numel()} targets, for {outputs} outputs")
         return y.to(torch.float32).reshape(len(y), -1).contiguous()
+
+    def _padding_is_zero(self, vector: Tensor) -> bool:
+        """Filters over words take it for granted that the vector of padding is."""
+        hole = self.program.table.hole
+        if hole is None:
+            return True
+        return not bool(vector[hole.start : hole.start + self.program.table.numbers].any())
 
     def _make_room(self, samples: int) -> None:
         if samples > self._room:
@@ -151,15 +190,17 @@ class NativeSolver(AutogradSolver):
         """Numbers in the order of the layout (or of a part of the model with the client's words
         alone), or the first of them, in our order."""
         program, hole = self.program, self.program.table.hole
-        if hole is None:
+        vector = vector.to(torch.float32).contiguous()
+        if hole is None or len(vector) <= hole.start:
             self._library.spread(len(vector), _at(program.place), _at(vector), _at(to))
             return
         words = program.table.rows if part is None else len(part.words)
         end = hole.start + words * program.table.numbers
         rows, after = vector[hole.start : end], vector[end:]
         self._library.spread(hole.start, _at(program.place), _at(vector), _at(to))
+        to[program.table.rest] = 0 if part is None else float(after[-1])
         if part is not None:
-            to[program.table.rest], after = float(after[-1]), after[:-1]
+            after = after[:-1]
         self._library.spread(len(after), _at(program.place[hole.start :]), _at(after), _at(to))
         program.table.vectors(to, words)[:] = rows.view(words, -1).numpy()
 
@@ -196,6 +237,7 @@ class NativeSolver(AutogradSolver):
             _objective(task.objective) is not None
             and type(task.optimizer) in _OPTIMIZERS
             and not (task.upload == "gradient" and self.layout.personal)
+            and self._padding_is_zero(session.vector)
         )
 
     def descend(self, session: NativeSession, until: int) -> None:
@@ -205,6 +247,8 @@ class NativeSolver(AutogradSolver):
         part = session.part()
         if self.program.filters:
             self.program.know(self.program.table.rows if part is None else len(part.words))
+        used = self.program.used
+        work[0, :used] = self.program.base[:used]  # a training that diverged leaves NaN in padding
         self.spread(session.vector if part is None else part.theta, work[0], part)
         if kind:
             anchor = session.vectors.get("anchor", session.received)[: self.layout.parameters]
@@ -219,7 +263,10 @@ class NativeSolver(AutogradSolver):
             objective=kind,
             masked=session.frozen is not None,
             momentum=1 - optimizer.beta1 if adam else optimizer.momentum,
-            decay=optimizer.weight_decay,
+            # that of AdamW is not a part of the gradient
+            decay=0.0
+            if task.upload == "gradient" and type(optimizer) is AdamW
+            else optimizer.weight_decay,
             beta2=optimizer.beta2 if adam else 0.0,
             epsilon=optimizer.epsilon if adam else 0.0,
             strength=strength,
@@ -335,7 +382,9 @@ class NativeSolver(AutogradSolver):
 
 
 class NativeSession(Session):
-    """A session whose steps are taken by compiled code, where that knows how."""
+    """A session whose steps are taken by compiled code, where that knows how. However it is split
+    up, the bits are the same, but for a first layer in dual form, which a training done in one go
+    may have: that differs by rounding."""
 
     solver: NativeSolver
 
@@ -363,9 +412,8 @@ class NativeSession(Session):
         """Lay the moments of the optimiser into the workspace; how many steps they are made of."""
         work, moments = self.solver.work, self._moments
         for name, row in _MOMENTS[type(self.task.optimizer)].items():
-            if moments is None:
-                work[row, : self.solver.program.used] = 0
-            else:
+            work[row, : self.solver.program.used] = 0
+            if moments is not None:
                 self.solver.spread(moments[name], work[row], part)
         return 0 if moments is None or "count" not in moments else int(moments["count"])
 
@@ -438,19 +486,6 @@ class _Samples:
             self._buffer = _aligned(numbers + 64)
 
 
-def unfit(module: nn.Module, federation: Federation, problem: Problem, device: str) -> str | None:
-    """Why this cannot be computed here; None if it can."""
-    if device != "cpu":
-        return f"it is for CPUs, not {device}"
-    if type(problem) not in _LOSSES:
-        return f"{problem.name} is not one of its problems"
-    try:
-        chain(module, federation.shape, federation.vocabulary is not None)
-    except Unfit as error:
-        return f"{type(module).__name__}: {error}"
-    return None
-
-
 _MOMENTS: Mapping[type, Mapping[str, int]] = {
     Sgd: {"momentum": 1},
     Adam: {"first": 1, "second": 3},
@@ -492,6 +527,11 @@ def _declare(library: ctypes.CDLL) -> None:
     }.items():
         if hasattr(library, name):
             getattr(library, name).argtypes = given
+
+
+def _all_below(values: Tensor, bound: int) -> bool:
+    """Whether they are numbers of things of which there are so many."""
+    return not len(values) or (int(values.min()) >= 0 and int(values.max()) < bound)
 
 
 def _at(array: Tensor | NDArray[Any]) -> int:

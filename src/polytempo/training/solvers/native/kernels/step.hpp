@@ -29,8 +29,9 @@ INLINE void move(const Step &s, v8 g, float *w)
     float *m = w + s.moment;
     if (s.optimiser == SGD) {
         const v8 mm = ld(m) * bc(s.momentum) + g;
+        const v8 now = old - bc(s.lr) * mm;
         st(m, mm);
-        st(w, old - bc(s.lr) * mm);
+        st(w, s.masked ? pick(*(const i8u *)(w + s.mask), now, old) : now); // momentum may be kept
         return;
     }
     if (s.optimiser == GRADIENT) {

@@ -88,7 +88,7 @@ INLINE float total(v8 a)
 // exp, to two units in the last place; NaN stays NaN.
 INLINE v8 exp8(v8 x)
 {
-    v8 y = pick(x > bc(88.3f), bc(88.3f), x);
+    v8 y = pick(x > bc(88.3f), bc(88.3f), pick(x != x, bc(0), x));
     y = pick(y < bc(-87.3f), bc(-87.3f), y);
     const v8 shift = bc(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
     v8 whole = (y * bc(1.44269504f) + shift) - shift;

@@ -29,6 +29,8 @@ struct WordSpace {
     int32_t *winner;  // [n][features]: where the best window begins; -1: in the padding
     int32_t *ends;    // [n]: words in a text
     float *vectors, *gradients, *table, *grad, *none;
+    float *g;           // [n]: gradients of one filter,
+    const float **from; // and what they are for
     long unique;
 };
 
@@ -47,13 +49,14 @@ static void words_space(const Words &t, WordSpace &s, long n)
     s.winner = (int32_t *)take(n * up(t.features)), s.none = (float *)take(entries);
     s.vectors = (float *)take(unique * t.vector), s.gradients = (float *)take(unique * t.vector);
     s.table = (float *)take(unique * entries), s.grad = (float *)take(entries * t.vector);
+    s.g = (float *)take(n), s.from = (const float **)take(2 * n);
     for (long k = 0; k < t.most; k++) s.number[k] = -1;
     s.unique = 0;
 }
 static void words_free(WordSpace &s)
 {
     free(s.tokens), free(s.number), free(s.which), free(s.ends), free(s.winner), free(s.none);
-    free(s.vectors), free(s.gradients), free(s.table), free(s.grad);
+    free(s.vectors), free(s.gradients), free(s.table), free(s.grad), free(s.g), free(s.from);
 }
 
 // The numbers that the batch's words have in it, and their vectors side by side.
@@ -160,9 +163,8 @@ static void words_backward(const Words &t, WordSpace &s, float *w, long n, const
         memset(s.grad, 0, 4 * size);
         for (long f = 0; f < t.filters[c]; f++)
             for (long j = 0; j < t.width[c]; j++) {
-                float g[n];
-                const float *from[n];
-                const float *filter = weights + (j * step + f) * VP;
+                float *g = s.g;
+                const float **from = s.from, *filter = weights + (j * step + f) * VP;
                 long count = 0;
                 for (long m = 0; m < n; m++) {
                     const int32_t p = s.winner[m * FP + feature + f];
