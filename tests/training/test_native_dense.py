@@ -203,8 +203,8 @@ def test_the_gradient_holds_the_weight_decay_that_is_a_part_of_it(kind):
     data=st.data(),
 )
 def test_any_job(model, kind, name, task, data):
-    """Of layers and objectives that are smooth: a ReLU, or the sign of a difference, may fall on the
-    other side of zero."""
+    """Of layers and objectives that are smooth: a ReLU, or the sign of a difference, may fall on
+    the other side of zero."""
     fed, module = federation(SHARDS[name]), network(MODELS[model], between=nn.Tanh)
     total = task.total_steps(fed.samples[0])
     first = data.draw(st.integers(0, total - 1))

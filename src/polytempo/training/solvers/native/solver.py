@@ -158,14 +158,10 @@ class NativeSolver(AutogradSolver):
         """The targets as compiled code takes them, which does not check them again."""
         y, outputs = self.y, self.program.outputs
         rows = self.program.table.rows or self.program.net.recurrent.tokens
-        if (
-            self.program.tokens
-            and len(self.x)
-            and not 0 <= _span(self.x)[0] <= _span(self.x)[1] < rows
-        ):
+        if self.program.tokens and not _all_below(self.x, rows):
             raise Unfit(f"tokens are not all among the {rows} that it knows")
         if type(self.problem) in (Classification, NextToken):
-            if len(y) and not 0 <= _span(y)[0] <= _span(y)[1] < outputs:
+            if not _all_below(y, outputs):
                 raise Unfit(f"labels are not all among its {outputs} outputs")
             return y.to(torch.int64).contiguous()
         if y.numel() != len(y) * outputs:
