@@ -28,7 +28,7 @@ def kernel(request, monkeypatch):
     if request.param == "any":
         if platform.machine() != "x86_64":
             pytest.skip("there is one kind of vectors only")
-        monkeypatch.setenv("POLYTEMPO_CXXFLAGS", "-march=x86-64")
+        monkeypatch.setenv("POLYTEMPO_CXXFLAGS", "-mno-avx -mno-fma -mno-f16c")
     compiled_sweep.cache_clear()
     found = compiled_sweep()
     yield found
@@ -153,7 +153,7 @@ def lived_in(storage: Storage) -> tuple[list[bytes], list[np.ndarray]]:
 @pytest.mark.parametrize("load", [compiled_sweep, no_kernel])
 @pytest.mark.parametrize("bits", FORMATS)
 def test_the_number_of_threads_does_not_change_a_bit(monkeypatch, bits, load):
-    monkeypatch.setattr(module, "SHARD", 4 * 700 * 4)  # four rows at a time
+    monkeypatch.setattr(module, "SHARD", 5 * 700 * 4)  # a few rows at a time
     rows, seen = lived_in(Storage(bits, kernel=load, large=0))
     for count in (1, 2, 3, 7):
         others, more = lived_in(Storage(bits, kernel=load, spread=on_threads(count), large=0))
@@ -165,7 +165,7 @@ def test_the_number_of_threads_does_not_change_a_bit(monkeypatch, bits, load):
 @pytest.mark.parametrize("bits", FORMATS)
 def test_compiled_rows_do_not_depend_on_how_they_are_divided(monkeypatch, bits):
     found = []
-    for shard in (1, 3, 5, 1000):
+    for shard in (4, 5, 7, 1000):
         monkeypatch.setattr(module, "SHARD", shard * 700 * 4)
         found.append(lived_in(Storage(bits, kernel=compiled_sweep, large=0))[0])
     assert all(rows == found[0] for rows in found)

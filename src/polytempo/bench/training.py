@@ -12,13 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from polytempo.bench.cases import CASES, Case
 from polytempo.bench.machine import gemm_gflops, seconds
 from polytempo.bench.plain import PlainFedAsync, PlainLoop
+from polytempo.core.bank import Storage
 from polytempo.core.events import Upload
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.models import Inputs, build
+from polytempo.native.sweep import compiled_sweep, on_threads
 from polytempo.simulation import Simulator
 from polytempo.strategies import STRATEGIES
 from polytempo.training import make_executor
+from polytempo.training.executors.processes import cores
 
 # Ours, without a pull, and the plain loop that does the same arithmetic.
 STRATEGIES_AND_LOOPS: dict[str, tuple[str, type[PlainLoop]]] = {
@@ -99,6 +102,7 @@ def _simulator(case: Case, strategy: str, federation: Federation, workers: int) 
         task=Task(lr=case.lr, batch_size=case.batch_size),
         eval_every=10**9,  # the end of each turn is evaluated anyhow
         adapt_epochs=0,
+        storage=Storage(kernel=compiled_sweep, spread=on_threads(cores())),
         backend=make_executor(module, federation, 0, workers=workers),
     )
 

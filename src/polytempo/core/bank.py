@@ -41,7 +41,7 @@ Pass = Callable[[Tensor, FloatArray, int], FloatArray]
 Kernel = Callable[[Tensor, Measure], Pass]
 
 BLOCK = 2**26  # bytes in a block, about
-SHARD = 2**22  # bytes that a thread takes at a time, about
+SHARD = 2**22  # bytes of a large bank that are taken at a time, about, but four rows at least
 ALIGN = 16  # rows begin at multiples of it: the last bits of a sum depend on the alignment
 
 
@@ -199,7 +199,7 @@ class ModelBank:
     def _pass(self, moved: Tensor, shares: FloatArray, measure: Measure) -> tuple[FloatArray, ...]:
         """`Tiles.sweep` over all rows, or the same by compiled code."""
         large = self._distinct * self._bytes >= self.storage.large
-        longest = max(SHARD // self._bytes, 1) if large else self._block_rows
+        longest = max(SHARD // self._bytes, 4) if large else self._block_rows
         spread = self.storage.spread if large else in_turn
         kernel = self.storage.kernel() if large and moved.dtype == torch.float32 else None
         if kernel is None:

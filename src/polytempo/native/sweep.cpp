@@ -81,23 +81,30 @@ struct Half {
 #if defined(__F16C__)
     INLINE void widen(const char *from, float *to)
     {
-        for (int i = 0; i < GROUP; i += 8)
-            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 2 * i))));
+        for (int i = 0; i < GROUP; i += 8) {
+            __m128i halves = _mm_loadu_si128((const __m128i *)(from + 2 * i));
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
+        }
     }
     INLINE void narrow(const float *from, char *to)
     {
-        for (int i = 0; i < GROUP; i += 8)
-            _mm_storeu_si128((__m128i *)(to + 2 * i),
-                             _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+        for (int i = 0; i < GROUP; i += 8) {
+            __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+            _mm_storeu_si128((__m128i *)(to + 2 * i), halves);
+        }
     }
 #else
     INLINE void widen(const char *from, float *to)
     {
-        for (int i = 0; i < GROUP; i++) to[i] = (float)((const _Float16 *)from)[i];
+        _Float16 halves[GROUP];
+        memcpy(halves, from, size);
+        for (int i = 0; i < GROUP; i++) to[i] = (float)halves[i];
     }
     INLINE void narrow(const float *from, char *to)
     {
-        for (int i = 0; i < GROUP; i++) ((_Float16 *)to)[i] = (_Float16)from[i];
+        _Float16 halves[GROUP];
+        for (int i = 0; i < GROUP; i++) halves[i] = (_Float16)from[i];
+        memcpy(to, halves, size);
     }
 #endif
     INLINE const float *read(const char *at, float *room, int valid)
