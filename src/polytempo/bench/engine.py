@@ -138,7 +138,7 @@ def crowd(clients: int) -> Federation:
 
 
 def _simulator(federation: Federation, strategy: str, **options: Any) -> Simulator:
-    module = build("linear", Inputs(federation.shape, federation.outputs, None, "classification"), 0)
+    module = build("linear", Inputs(federation.shape, federation.outputs), 0)
     simulator = Simulator(
         federation,
         module,

@@ -18,8 +18,8 @@ def bench_command(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What to measure: lenet lenet-10 cnn64 mlp textcnn engine server clusters scale exchange "
-            "\\[all]."
+            help="What to measure: lenet lenet-10 cnn64 mlp textcnn engine server clusters scale "
+            "exchange \\[all]."
         ),
     ] = None,
     *,

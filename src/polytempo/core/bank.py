@@ -281,7 +281,8 @@ class ModelBank:
         while block >= len(self._blocks):
             shape = (self._block_rows, self._stride)
             self._blocks.append(self.storage.allocate(shape, self._format.dtype))
-        return self._blocks[block].select(0, place).narrow(0, 0, self._stored)
+        row: Tensor = self._blocks[block].select(0, place).narrow(0, 0, self._stored)
+        return row
 
     def _runs(
         self, longest: int, wanted: BoolArray | None = None
