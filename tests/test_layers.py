@@ -24,7 +24,7 @@ ALLOWED = {
     "network": {"core", "training", "nodes", "storage", "files"},
     "bench": {
         *("core", "data", "models", "training", "strategies", "simulation", "network", "nodes"),
-        "native",
+        *("native", "storage", "files"),
     },
     "cli": {
         *("core", "data", "models", "training", "nodes", "strategies", "simulation", "network"),

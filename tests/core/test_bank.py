@@ -57,6 +57,7 @@ def make_tiny(patch: pytest.MonkeyPatch, kind: str = "") -> None:
     share a scale (128 where that is compiled)."""
     columns = 128 if kind == "large int8" else 4
     patch.setattr(module, "BLOCK", 1)
+    patch.setattr(module, "SMALL", 0)
     patch.setattr(tiling, "TILE", 2 * columns)
     patch.setattr(tiling, "WIDTH", columns)
     patch.setattr(precision, "GROUP", columns)
@@ -265,6 +266,33 @@ def test_rows_of_weight_zero_keep_every_bit(weights, kind, measure, shared):
     assert kept == [weight == 0 for weight in weights]
     for client, weight in enumerate(weights):
         assert torch.equal(seen[client], made.row(client)) == (weight == 0)
+
+
+@settings(max_examples=60)
+@given(
+    clients=st.integers(1, 40),
+    size=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    measure=st.sampled_from(["cosine", "inner"]),
+    seed=st.integers(0, 10**6),
+)
+def test_a_small_bank_is_worked_on_in_one_piece_to_the_same_bits(
+    clients, size, dtype, measure, seed
+):
+    """Runs of small models are what they were before there was a shorter way."""
+    stream = rng(seed, "bank", "small")
+    whole, tiled = (ModelBank(clients, torch.ones(size, dtype=dtype)) for _ in range(2))
+    for _ in range(6):
+        vector = torch.from_numpy(stream.normal(size=size)).to(dtype)
+        weights = stream.uniform(size=clients) * (stream.uniform(size=clients) < 0.6)
+        client, found = int(stream.integers(clients)), []
+        for made, small in ((whole, module.SMALL), (tiled, 0)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "SMALL", small)
+                made.set(client, vector)
+                found.append(made.sweep(vector, measure, weights))
+        assert found[0].tobytes() == found[1].tobytes()
+        assert stored_bits(whole) == stored_bits(tiled)
 
 
 def test_what_is_mixed_in_reaches_no_row_of_weight_zero():

@@ -263,7 +263,8 @@ def test_adaptation_is_of_a_copy_own_head_included(small):
         job = Job(client, simulation.strategy.model_for(client), TASK, stream, memory=memory)
         shared, _, memory = simulation.backend.solver.carry_out(job)
         simulation.layout.load(shared, memory[PERSONAL])
-        each.append(simulation.backend.solver.score(small.test[client]))
+        with torch.inference_mode():
+            each.append(simulation.backend.solver.score(small.test[client]))
     adapted = over_clients(each, simulation.backend.solver.problem)["accuracy"]
     assert row["accuracy_adapted"] == pytest.approx(adapted)
     assert all(map(torch.equal, heads(simulation), before))

@@ -14,13 +14,14 @@ from polytempo.bench.bookkeeping import measure_bookkeeping
 from polytempo.bench.cases import CASES
 from polytempo.bench.clusters import CLIENTS as CLUSTERED
 from polytempo.bench.clusters import PARAMETERS, growth, measure_clusters
+from polytempo.bench.engine import CROWD, CROWDS, SPEEDS, UPDATES, measure_crowd, measure_engine
 from polytempo.bench.machine import machine
 from polytempo.bench.scale import CLIENTS, measure_scale
 from polytempo.bench.server import BANKS, SIZES, measure_server
 from polytempo.bench.training import ARRIVALS, measure_training
 from polytempo.network.session import require_network
 
-PARTS = (*CASES, "server", "clusters", "scale", "exchange")
+PARTS = (*CASES, "engine", "server", "clusters", "scale", "exchange")
 
 
 def run_bench(
@@ -48,6 +49,8 @@ def run_bench(
             "quick": quick,
             "machine": machine(),
             "training": [],
+            "engine": [],
+            "crowd": [],
             "server": [],
             "bookkeeping": [],
             "clusters": [],
@@ -62,6 +65,14 @@ def run_bench(
                     name, strategy, workers=workers, repeats=repeats, arrivals=arrivals
                 )
                 found["training"].append(measured)
+        for strategy in SPEEDS if "engine" in parts else ():
+            watch(f"engine, {strategy}")
+            updates = UPDATES // 5 if quick else UPDATES
+            found["engine"].append(measure_engine(strategy, updates=updates, repeats=repeats))
+        for strategy in CROWDS if "engine" in parts else ():
+            size = [count // 50 if quick else count for count in CROWD]
+            watch(f"engine, {strategy}, {size[0]} clients")
+            found["crowd"].append(measure_crowd(strategy, *size))
         for clients, parameters, uploads in SIZES if "server" in parts else ():
             for bank in BANKS if not quick or uploads * parameters <= 10**7 else ():
                 watch(f"server, {clients} clients, bank {bank}")

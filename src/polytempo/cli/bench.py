@@ -18,8 +18,8 @@ def bench_command(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What to measure: lenet lenet-10 cnn64 mlp textcnn server clusters scale exchange "
-            "\\[all]."
+            help="What to measure: lenet lenet-10 cnn64 mlp textcnn engine server clusters scale "
+            "exchange \\[all]."
         ),
     ] = None,
     *,
@@ -87,6 +87,29 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
         }
         for row in found["training"]
     ]
+    engine = [
+        {
+            f"engine, linear model, {row['steps']} steps": row["strategy"],
+            "per update": f"{row['update_us']:,.0f} us",
+            "training": f"{row['training_us']:,.0f} us",
+            "server": f"{row['server_us']:,.0f} us",
+            "bookkeeping": f"{row['bookkeeping_us']:,.0f} us",
+            "evaluation, apart": f"{row['evaluation_us']:,.0f} us",
+            "updates per second": f"{row['updates_per_s']:,.0f}",
+        }
+        for row in found["engine"]
+    ]
+    crowd = [
+        {
+            "engine, many clients": f"{row['strategy']}, {row['clients']:,} clients, "
+            f"{row['slots']:,} slots",
+            "per update": f"{row['update_us']:,.0f} us",
+            "updates per second": f"{row['updates_per_s']:,.0f}",
+            "start": f"{row['start_s']:.1f} s",
+            "memory": f"{row['peak_mb']:,.0f} MB",
+        }
+        for row in found["crowd"]
+    ]
     server = [
         {
             "server step of PACE": f"{row['clients']:,} x {row['parameters']:,}, {row['bank']}",
@@ -138,4 +161,4 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
         }
         for row in found["exchange"]
     ]
-    return [rows, server, bookkeeping, clusters, scale, exchange]
+    return [rows, engine, crowd, server, bookkeeping, clusters, scale, exchange]

@@ -42,6 +42,7 @@ Kernel = Callable[[Tensor, Measure], Pass]
 
 BLOCK = 2**26  # bytes in a block, about
 SHARD = 2**22  # bytes of a large bank that are taken at a time, about, but four rows at least
+SMALL = 2**16  # numbers of a bank that is worked on in one piece
 ALIGN = 16  # rows begin at multiples of it: the last bits of a sum depend on the alignment
 
 
@@ -182,7 +183,7 @@ class ModelBank:
         if measure == "cosine":
             norms = np.sqrt(self._squares * square)
             cosines = np.divide(products, norms, out=np.zeros_like(norms), where=norms > 0)
-            unlike = -np.clip(cosines, -1.0, 1.0)
+            unlike = -np.minimum(np.maximum(cosines, -1.0), 1.0)
         else:
             unlike = -products if measure == "inner" else distances
             unlike /= max(float(np.abs(unlike).max()), 1e-30)
@@ -191,7 +192,9 @@ class ModelBank:
         if len(changed):
             a, s, p = shares[changed], self._squares[changed], products[changed]
             mixed = (1 - a) ** 2 * s + 2 * a * (1 - a) * p + a**2 * square
-            self._squares[changed] = squares[changed] if self._format.rounds else mixed.clip(0.0)
+            self._squares[changed] = (
+                squares[changed] if self._format.rounds else np.maximum(mixed, 0.0)
+            )
             self._changes += 1
             self._revisions[changed] = self._changes
         return np.asarray(unlike[self._slots], dtype=np.float64)
@@ -199,6 +202,9 @@ class ModelBank:
     def _pass(self, moved: Tensor, shares: FloatArray, measure: Measure) -> tuple[FloatArray, ...]:
         """`Tiles.sweep` over all rows, or the same by compiled code."""
         large = self._distinct * self._bytes >= self.storage.large
+        small = self._distinct * len(moved) <= SMALL and len(self._blocks) == 1 and not large
+        if small and not self._format.rounds and measure in ("cosine", "inner"):
+            return self._small_pass(moved, shares)
         longest = max(SHARD // self._bytes, 4) if large else self._block_rows
         spread = self.storage.spread if large else in_turn
         kernel = self.storage.kernel() if large and moved.dtype == torch.float32 else None
@@ -214,6 +220,20 @@ class ModelBank:
         spread(work, list(self._runs(longest)))
         products, distances, squares = found
         return products, np.sqrt(distances) if measure == "l2" else distances, squares
+
+    def _small_pass(self, moved: Tensor, shares: FloatArray) -> tuple[FloatArray, ...]:
+        """The same for a bank so small that every operation costs more than what it computes: the
+        rows that move do so together, as copies."""
+        rows = self._blocks[0][: self._distinct, : self._stored]
+        products = moved.new_zeros(len(rows)).addmv_(rows, moved)
+        moving = np.flatnonzero(shares)
+        if len(moving):
+            which = torch.from_numpy(moving)
+            weights = torch.from_numpy(shares[moving]).to(moved.dtype)[:, None]
+            mixed = rows.index_select(0, which).lerp_(moved, weights)
+            rows.index_copy_(0, which, mixed)
+        nothing = np.empty(0)  # neither distances nor rounding
+        return products.double().numpy(), nothing, nothing
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -261,7 +281,7 @@ class ModelBank:
         while block >= len(self._blocks):
             shape = (self._block_rows, self._stride)
             self._blocks.append(self.storage.allocate(shape, self._format.dtype))
-        row: Tensor = self._blocks[block][place, : self._stored]
+        row: Tensor = self._blocks[block].select(0, place).narrow(0, 0, self._stored)
         return row
 
     def _runs(
@@ -278,11 +298,14 @@ class ModelBank:
 
     def _values(self, row: Tensor, form: Exact) -> Tensor:
         """What a row that is stored in that format stands for."""
+        if not form.rounds:
+            return row
         room = torch.empty(1, len(row), dtype=self.origin.dtype)
         return form.unpack(row[None], room)[0].narrow(0, 0, len(self.origin))
 
     def _square(self, vector: Tensor) -> float:
-        parts = [vector[columns].to(self.origin.dtype) for columns in self._tiles.columns]
+        whole, columns = vector.to(self.origin.dtype), self._tiles.columns
+        parts = [whole[part] for part in columns] if len(columns) > 1 else [whole]
         return sum(float(part.dot(part)) for part in parts)
 
     def _write(self, slot: int | np.integer, moved: Tensor) -> None:
