@@ -97,13 +97,14 @@ def versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
     return dict(zip(packages, found.stdout.decode().split(), strict=True))
 
 
-def surroundings(data: Path, batch: int) -> dict[str, str]:
+def surroundings(data: Path, batch: int = 1, threads: int = 1) -> dict[str, str]:
     """A contestant's environment variables: no limit of threads and no search path that happen to
     be set in this shell, no telemetry."""
     dropped = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHOME")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    return kept | quiet | {"PEERS_DATA": str(data), "PEERS_BATCH": str(batch)}
+    told = {"PEERS_DATA": str(data), "PEERS_BATCH": str(batch), "PEERS_THREADS": str(threads)}
+    return kept | quiet | told
 
 
 def machine() -> dict[str, Any]:
@@ -154,6 +155,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--work", type=Path, required=True, metavar="FOLDER", help=where)
     add("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="contestants")
     add("--batch", nargs="+", type=int, default=[64, 10], help="batch sizes")
+    add("--threads", type=int, default=1, help="of contestants that have one process")
     add("--turns", type=int, default=5, help="blocks of each contestant")
     add("--block", type=int, default=20, help="client trainings in a block")
     out = "file for the results, JSON (default: in the folder); tables go beside it, as .md"
@@ -161,8 +163,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     chosen = parser.parse_args(given)
     if chosen.block < 1 or chosen.block % COHORT:
         parser.error(f"--block {chosen.block}: a multiple of {COHORT}, the clients of a round")
-    if chosen.turns < 1:
-        parser.error(f"--turns {chosen.turns}: at least 1")
+    for name in ("turns", "threads"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} {getattr(chosen, name)}: at least 1")
     if not Path("/proc/self/stat").exists():
         parser.error("processor times are read from /proc, which only Linux has")
     return chosen
@@ -177,7 +180,7 @@ def main(given: Sequence[str] | None = None) -> None:
     ours = install(CONTESTANTS["polytempo"], folder)
     playing = {name: who for name, who in CONTESTANTS.items() if name in chosen.only}
     pythons = {name: install(who, folder) for name, who in playing.items()}
-    subprocess.run([ours, HERE / "make_data.py"], env=surroundings(data, 1), check=True)
+    subprocess.run([ours, HERE / "make_data.py"], env=surroundings(data), check=True)
     contestants = {
         name: {
             "title": who.title,
@@ -192,6 +195,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "data": "CIFAR-10" if os.environ.get("POLYTEMPO_DATA") else "made up",
         "turns": chosen.turns,
         "block": chosen.block,
+        "threads": chosen.threads,
         "contestants": contestants,
         "settings": [],
     }
@@ -201,7 +205,7 @@ def main(given: Sequence[str] | None = None) -> None:
             for name, who in playing.items():
                 command = [str(pythons[name]), *who.launcher, str(HERE / f"with_{name}.py")]
                 log = logs / f"{name}-{batch}.log"
-                player = Player(name, command, log, surroundings(data, batch))
+                player = Player(name, command, log, surroundings(data, batch, chosen.threads))
                 players.append(stack.enter_context(player))
             blocks = contest(
                 players, chosen.turns, chosen.block, lambda now: print(now, flush=True)

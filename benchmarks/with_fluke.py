@@ -5,6 +5,8 @@ import protocol  # first of all: see there
 
 # isort: split
 
+import torch
+
 import work
 
 work.let_torchvision_load()
@@ -30,6 +32,7 @@ class Turns(FederationObserver):
 
 
 def main() -> None:
+    torch.set_num_threads(work.THREADS)
     environment = FlukeENV()
     environment.set_seed(0)
     environment.set_eval_cfg(server=False)

@@ -13,6 +13,7 @@ import work
 
 
 def main() -> None:
+    torch.set_num_threads(work.THREADS)
     module = work.initial_model()
     draws = random.Random(0)
     for trainings in protocol.blocks(lambda: work.loss_of(module)):

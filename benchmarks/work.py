@@ -1,6 +1,7 @@
 """The work that is the same for all contestants: model, data, clients, local training.
 
-`PEERS_DATA` names the folder that `make_data.py` has filled, `PEERS_BATCH` the batch size.
+`PEERS_DATA` names the folder that `make_data.py` has filled, `PEERS_BATCH` the batch size,
+`PEERS_THREADS` the threads of contestants that have one process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LEARNING_RATE = 0.01
 MOMENTUM = 0.9
 CORES = 2  # processes, for those that can use several
 BATCH = int(os.environ["PEERS_BATCH"])
+THREADS = int(os.environ["PEERS_THREADS"])
 
 
 def lenet() -> nn.Sequential:

@@ -204,9 +204,10 @@ def test_the_script_writes_results_and_tables(contest, peers, monkeypatch, tmp_p
     [
         (["--block", "25"], "--block 25: a multiple of 10, the clients of a round"),
         (["--turns", "0"], "--turns 0: at least 1"),
+        (["--threads", "0"], "--threads 0: at least 1"),
     ],
 )
-def test_half_a_round_and_no_turn_are_refused(peers, tmp_path, capsys, words, complaint):
+def test_half_a_round_no_turn_and_no_thread_are_refused(peers, tmp_path, capsys, words, complaint):
     with pytest.raises(SystemExit):
         peers.main(["--work", str(tmp_path), *words])
     assert complaint in capsys.readouterr().err
@@ -215,9 +216,10 @@ def test_half_a_round_and_no_turn_are_refused(peers, tmp_path, capsys, words, co
 def test_contestants_are_free_of_this_shell_s_limits(peers, monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", "somewhere")
-    found = peers.surroundings(tmp_path, 10)
+    found = peers.surroundings(tmp_path, 10, threads=2)
     assert not {"OMP_NUM_THREADS", "PYTHONPATH"} & found.keys()
-    assert found["PEERS_BATCH"] == "10" and found["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert found["PEERS_BATCH"] == "10" and found["PEERS_THREADS"] == "2"
+    assert found["FLWR_TELEMETRY_ENABLED"] == "0"
 
 
 def test_every_contestant_has_its_program(peers):
