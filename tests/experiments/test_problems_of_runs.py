@@ -118,15 +118,8 @@ def test_names_that_a_metric_must_not_have_are_those_that_results_use():
 def test_a_figure_that_is_infinite_is_null_in_json(strategy, tmp_path):
     """A perplexity may be; JSON has no word for it."""
     fed = pt.Federation.load("synthetic-text:samples=12,tokens=4", clients=4, seed=0)
-    late = {} if strategy == "p2p" else {"dropout": "join:share=0.5,round=2"}
-    given = {
-        "strategy": strategy,
-        "lr": 1e5,
-        "epochs": 1,
-        "adapt_epochs": 0,
-        "events": True,
-        **late,
-    }
+    late = {} if strategy == "p2p" else {"dropout": "join:share=0.5,round=2", "epochs": 1}
+    given = {"strategy": strategy, "lr": 1e5, "adapt_epochs": 0, "events": True, **late}
     for rounds in (4, 8) if late else (8,):  # peers cannot be extended
         place = {"out": tmp_path, "resume": rounds > 4}
         found = pt.simulate(fed, rounds=rounds, eval_every=2, **given, **place)
