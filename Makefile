@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test chaos explore lint types clean
+.PHONY: help demo fleet test chaos explore lint types clean
 
 help:
 	@echo "make demo     install, then run PACE against FedAvg, FedAsync and standalone: table, plots, HTML"
+	@echo "make fleet    run a server and eight clients on this machine, with TLS, beside the simulator"
 	@echo "make test     install, then run linter, type checker and tests"
-	@echo "make chaos    run ten peers on this machine, kill and restart them for a minute, check their logs"
-	@echo "make explore  explore all histories of two and three peers up to a large bound (some minutes)"
+	@echo "make chaos    run ten peers on this machine, kill and restart them for a minute, check their logs;"
+	@echo "              then kill a server and its clients a thousand times (some 20 minutes)"
+	@echo "make explore  explore all histories of two and three peers up to a large bound (some minutes),"
+	@echo "              and a million histories of a fleet on a bad network (less than an hour)"
 	@echo "make clean    remove the virtual environment and the demo's results"
 
 $(READY): pyproject.toml constraints.txt
@@ -24,9 +27,14 @@ demo: $(READY)
 	$(BIN)/polytempo compare pace fedavg fedasync standalone --config configs/demo.toml --out runs/demo
 	@echo "Open runs/demo/report.html, or look at runs/demo/*.png"
 
+fleet: $(READY)
+	rm -rf runs/fleet
+	$(BIN)/polytempo fleet --local 8 --strategy pace --data digits --slow 0.3:5 --simulate --out runs/fleet
+	@echo "Open runs/fleet/server/report.html, or look at runs/fleet/server/*.png"
+
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 
 types: $(READY)
 	$(BIN)/mypy
@@ -36,9 +44,11 @@ test: lint types
 
 chaos: $(READY)
 	$(BIN)/python tests/network/chaos.py
+	$(BIN)/python tests/network/fleet/fleet_chaos.py
 
 explore: $(READY)
 	$(BIN)/python tests/nodes/explorer.py
+	$(BIN)/python tests/nodes/bad_network.py
 
 clean:
-	rm -rf $(VENV) runs/demo
+	rm -rf $(VENV) runs/demo runs/fleet

@@ -19,12 +19,12 @@ ALLOWED = {
     "report": {"core", "files"},
     "experiments": {
         *("core", "data", "models", "training", "strategies", "simulation", "report", "storage"),
-        *("network", "files", "native"),
+        *("network", "nodes", "files", "native"),
     },
     "network": {"core", "training", "nodes", "storage", "files"},
     "bench": {
         *("core", "data", "models", "training", "strategies", "simulation", "network", "nodes"),
-        *("native", "storage", "files"),
+        *("native", "storage", "files", "experiments"),
     },
     "cli": {
         *("core", "data", "models", "training", "nodes", "strategies", "simulation", "network"),

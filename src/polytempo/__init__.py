@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo.core.strategy import Context, Strategy
     from polytempo.core.task import Task
     from polytempo.data import Federation, partition
+    from polytempo.experiments.fleet_own import join, serve
     from polytempo.experiments.result import RunResult
     from polytempo.experiments.run import simulate
     from polytempo.strategies import STRATEGIES
@@ -55,7 +56,9 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "Strategy": "polytempo.core.strategy",
     "Task": "polytempo.core.task",
     "Update": "polytempo.core.messages",
+    "join": "polytempo.experiments.fleet_own",
     "partition": "polytempo.data.partition",
+    "serve": "polytempo.experiments.fleet_own",
     "simulate": "polytempo.experiments.run",
     "strategies": "polytempo.strategies",
 }
@@ -86,7 +89,9 @@ __all__ = [
     "Strategy",
     "Task",
     "Update",
+    "join",
     "partition",
+    "serve",
     "simulate",
     "strategies",
 ]

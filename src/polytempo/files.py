@@ -41,9 +41,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     with writing(path):
         try:
             yield partial
-            _sync(partial)  # the new bytes are on the disk before the old ones go
+            sync(partial)  # the new bytes are on the disk before the old ones go
             os.replace(partial, path)
-            _sync(path.parent)
+            sync(path.parent)
         except BaseException:
             with suppress(OSError):
                 partial.unlink()
@@ -56,7 +56,7 @@ def replace_text(path: str | os.PathLike[str], text: str) -> None:
         partial.write_text(text, encoding="utf8", newline="")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Sync a file, or the names in a folder, to disk."""
     if path.is_dir() and sys.platform == "win32":
         return  # where folders cannot be opened, and renaming is durable
@@ -84,11 +84,12 @@ class Appended:
         with writing(self._path):
             self._file.write(line.encode() + b"\n")
 
-    def flush(self) -> None:
-        """Sync all lines to disk."""
+    def flush(self, durable: bool = True) -> None:
+        """Hand all lines to the system, and (`durable`) sync them to disk."""
         with writing(self._path):
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if durable:
+                os.fsync(self._file.fileno())
 
     def __enter__(self) -> Appended:
         return self

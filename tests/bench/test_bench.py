@@ -87,8 +87,9 @@ def test_training_figures_fit_together(monkeypatch):
     found = measure_training("mlp", workers=2, repeats=2, arrivals=3)
     assert found["backend"].startswith("native on 2" if HAS_COMPILER else "torch on 2")
     assert found["parameters"] == 900 * 300 + 300 + 300 * 5 + 5
-    assert len(found["ratios"]) == 2
-    assert min(found["ratios"]) <= found["ratio"] <= max(found["ratios"])
+    assert list(found["ratios"]) == list(found["plain_ms"]) == ["1", "2"]
+    for threads, ratios in found["ratios"].items():
+        assert len(ratios) == 2 and min(ratios) <= found["ratio"][threads] <= max(ratios)
     products = 2 * (900 * 300 + 300 * 5) * 2 + 2 * 300 * 5  # no gradient for the inputs
     assert 300 * 5 * products <= 1e9 * found["gflop_per_update"] <= 450 * 5 * products
     parts = ("waiting_for_training_ms", "server_ms", "evaluation_ms")
@@ -101,7 +102,7 @@ def test_server_figures_fit_together():
     for way in ("torch_ms", "compiled_ms"):
         assert list(found[way]) == ["1", "2"] and min(found[way].values()) > 0
     assert found["read_ms"] > 0 and found["peak_mb"] > 0
-    assert 2 / 30 <= found["touched"] <= 1  # at least those of a client's own group
+    assert 1 / 30 <= found["touched"] <= 1  # at least the client itself
 
 
 def test_reading_more_takes_longer_and_beyond_the_most_in_proportion():

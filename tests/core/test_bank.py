@@ -17,8 +17,8 @@ from polytempo.core import tiles as tiling
 from polytempo.core.bank import PLAIN_STORAGE, ModelBank, Storage
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
-from polytempo.core.tiles import WIDTH, in_turn
-from polytempo.native.sweep import compiled_sweep, on_threads
+from polytempo.core.tiles import WIDTH
+from polytempo.native.sweep import compiled_sweep
 from polytempo.storage import load_state, mapped, save_state
 
 CLIENTS, SIZE = 5, 7
@@ -45,7 +45,7 @@ KINDS = {  # precision of the vectors, storage, tolerance
     "half": (torch.float32, Storage(bits=16, allocate=poisoned), 2e-2),
     "int8": (torch.float32, Storage(bits=8, allocate=poisoned), 0.3),
 }
-LARGE = {"kernel": compiled_sweep, "spread": on_threads(2), "large": 0}
+LARGE = {"kernel": compiled_sweep, "large": 0}
 KINDS |= {
     f"large {kind}": (dtype, replace(storage, **LARGE), tolerance)
     for kind, (dtype, storage, tolerance) in KINDS.items()
@@ -508,7 +508,7 @@ def cosines_from_rows(made: ModelBank, probe: torch.Tensor) -> list[float]:
     return [-row @ other / np.linalg.norm(row) / np.linalg.norm(other) for row in rows]
 
 
-@pytest.mark.parametrize("large", [{}, {**LARGE, "spread": in_turn}])
+@pytest.mark.parametrize("large", [{}, LARGE])
 @pytest.mark.parametrize("bits", [8, 16, 32])
 def test_norms_stay_right_after_ten_thousand_mixes(bits, large):
     stream = rng(5, "mixes")

@@ -380,3 +380,14 @@ def test_tied_weights_go_where_any_of_their_names_goes():
     assert (head.personal, head.size) == (15 + 5, 9 + 3)
     assert (body.personal, body.size) == (9 + 3, 15 + 5)
     assert Layout(Tied(), Parts(frozen=["head.weight"])).size == 9 + 3 + 5
+
+
+def test_places_of_a_part_in_a_model_as_it_travels():
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    layout = Layout(module)
+    assert layout.places("head").nonzero().flatten().tolist() == list(range(12, 18))
+    # scale and shift, then the running statistics, which come after all parameters
+    assert layout.places("norm").nonzero().flatten().tolist() == [8, 9, 10, 11, 18, 19, 20, 21]
+    assert torch.equal(layout.places("0.*"), torch.arange(22) < 8)
+    without = Layout(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), Parts(["head"]))
+    assert not without.places("head").any() and without.places("body").all()

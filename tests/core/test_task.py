@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polytempo import PolytempoError
-from polytempo.core.client_steps import Basis, Choose, Mask
+from polytempo.core.client_steps import Basis, Choose, ClientStep, Mask
 from polytempo.core.objective import Plain, Proximal, Pull
 from polytempo.core.optimizer import AdamW, Sgd
 from polytempo.core.rng import rng
@@ -287,3 +287,21 @@ def test_a_method_that_looks_at_steps_can_ask_for_plain_sgd():
     assert replace(kept, upload="gradient").plain_sgd("ace").momentum == 0.9  # none is taken
     with pytest.raises(PolytempoError, match=r"ace has its clients upload a gradient.* not adamw"):
         Task(optimizer=AdamW(), upload="gradient").plain_sgd("ace")
+
+
+def test_a_training_in_two_parts_is_longer_by_the_first():
+    both = Task(epochs=2, batch_size=8, own_epochs=3)
+    assert both.batches(20) == 3
+    assert both.own_steps(20) == 9 and both.total_steps(20) == 15
+    assert both.work(20) == 5 * 20
+    assert Task(steps=4, batch_size=8, own_epochs=3).total_steps(20) == 13
+    assert Task(epochs=2, batch_size=8, own_epochs=0).total_steps(20) == 6
+    assert Task(epochs=2, batch_size=8).own_steps(20) == 0
+
+
+def test_work_of_a_step_is_added_to_that_of_the_training():
+    class Twice(ClientStep):
+        def work(self, task, samples):
+            return task.epochs * samples
+
+    assert Task(epochs=2, client_steps=(Twice(), Mask(0.5))).work(100) == 2 * 100 * 0.5 + 200

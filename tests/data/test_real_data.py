@@ -26,7 +26,31 @@ def test_motion_data_has_thirty_people(real_data: Path) -> None:
     assert len(fed.y) == 10_299 and fed.x.dtype == torch.float32
     assert bool(torch.isfinite(fed.x).all())
     tests = np.array([part.stop - part.start for part in fed.test])
-    assert np.allclose(tests / fed.label_counts().sum(axis=1), 0.25, atol=0.01)
+    assert np.allclose(tests / fed.label_counts().sum(axis=1), 0.25, atol=0.05)
+    for trained, tested in zip(fed.train, fed.test, strict=True):
+        halves = [
+            {half.numpy().tobytes() for window in fed.x[part] for half in window.split(64, 1)}
+            for part in (trained, tested)
+        ]
+        assert halves[0].isdisjoint(halves[1])
+
+
+def test_wrist_motion_has_fifty_one_people(real_data: Path) -> None:
+    need(real_data, "wisdm_watch.npz")
+    fed = Federation.load("wisdm", data_dir=real_data)
+    assert fed.clients == 51 and fed.shape == (3, 200) and fed.classes == 6
+    assert len(fed.y) == 6_200 and sum(part.stop - part.start for part in fed.test) == 930
+    assert 0.5 < float(fed.x.std()) < 2
+
+
+def test_cifar100_fine_and_coarse(real_data: Path) -> None:
+    need(real_data, "cifar100_train.npz", "cifar100_test.npz")
+    fine = Federation.load("cifar100", data_dir=real_data, clients=10)
+    assert fine.classes == 100 and fine.label_counts().sum(axis=0).tolist() == [600] * 100
+    coarse = Federation.load("cifar100:coarse=true", data_dir=real_data, clients=10)
+    assert coarse.classes == 20 and coarse.label_counts().sum(axis=0).tolist() == [3_000] * 20
+    ready = fine.prepare(fine.x[::10])
+    assert bool((ready.mean((0, 2, 3)).abs() < 0.05).all())
 
 
 def test_cifar_of_the_reproductions(real_data: Path) -> None:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
+from polytempo.data.files import recordings as put_together
 from polytempo.data.split import split
 
 labels = st.lists(st.integers(0, 6), min_size=2, max_size=80).map(np.array)
@@ -73,3 +74,48 @@ def test_a_whole_quota_is_not_exceeded_for_labels_that_cannot_give_more() -> Non
     y = np.repeat([0, 1, 2, 3], [2, 2, 2, 5])  # quotas 1.2 (of which 1 can be given) and 3
     _, test = split(y, 0.6, rng(0))
     assert np.bincount(y[test]).tolist() == [1, 1, 1, 3]
+
+
+@given(
+    y=st.lists(st.integers(0, 2), min_size=2, max_size=30).map(np.array),
+    sizes=st.lists(st.integers(1, 6), min_size=30, max_size=30),
+    seed=st.integers(0, 9),
+)
+def test_recordings_stay_together(y, sizes, seed) -> None:
+    recordings = np.repeat(np.arange(len(y)), sizes[: len(y)])
+    shuffled = np.random.default_rng(seed).permutation(len(recordings))
+    recordings = recordings[shuffled]
+    train, test = split(y[recordings], 0.25, rng(seed), recordings)
+    assert sorted([*train, *test]) == list(range(len(recordings)))
+    assert len(train) and len(test)
+    assert not set(recordings[train]) & set(recordings[test])
+    several = [label for label in np.unique(y) if (y == label).sum() > 1]
+    assert all((y[recordings[train]] == label).any() for label in several)
+
+
+def test_recordings_come_near_the_fraction_of_every_label() -> None:
+    recordings = np.repeat(np.arange(40), 5)
+    y = recordings % 2
+    for seed in range(5):
+        _, test = split(y, 0.25, rng(seed), recordings)
+        assert [int((y[test] == label).sum()) for label in (0, 1)] == [25, 25]
+
+
+def test_a_single_recording_is_split_like_any_samples() -> None:
+    y = np.arange(40) % 2
+    alone = split(y, 0.25, rng(0), np.zeros(40))
+    assert [part.tolist() for part in alone] == [part.tolist() for part in split(y, 0.25, rng(0))]
+
+
+def test_recordings_are_put_together_by_their_halves() -> None:
+    """Two people, recordings of 4, 1, 3 and 2 windows, which are then shuffled."""
+    draw, windows, users, true = np.random.default_rng(0), [], [], []
+    for number, (user, length) in enumerate(((7, 4), (7, 1), (9, 3), (7, 2))):
+        signal = draw.normal(size=(3, 8 * (length + 1))).astype(np.float16)
+        windows += [signal[:, 8 * k : 8 * k + 16] for k in range(length)]
+        users += [user] * length
+        true += [number] * length
+    mixed = draw.permutation(len(true))
+    found = put_together(np.stack(windows)[mixed], np.array(users)[mixed])
+    same = np.array(true)[mixed]
+    assert ((found[:, None] == found) == (same[:, None] == same)).all()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo import STRATEGIES, Federation, Strategy, Task
+from polytempo.core.client_steps import ClientStep
 from polytempo.core.events import Evaluate, Event, as_dict
 from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Exponential, Links, TwoSpeed
@@ -450,7 +451,9 @@ def test_a_single_model_is_evaluated_once_a_version(small):
     assert len({row["loss"] for row in simulation.history}) == 11
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "p2p"])
+@pytest.mark.parametrize(
+    "name", [name for name in STRATEGIES if STRATEGIES[name].engine == "server"]
+)
 def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, name):
     world = World(lambda: STRATEGIES.create(name), set(), {"devices": SPEEDS, "slots": 4})
     simulation = simulator(
@@ -460,10 +463,12 @@ def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, n
 
     def compare(event: Event) -> None:
         if isinstance(event, Evaluate):
-            scores = [
-                fresh.evaluate(Exam(simulation.strategy.model_for(client), [client]))[0]
-                for client in range(8)
-            ]
+            scores = []
+            for client in range(8):
+                every = simulation.strategy.task(client).client_steps
+                steps = tuple(step for step in every if type(step).use is ClientStep.use)
+                exam = Exam(simulation.in_use(client), [client], None, steps)
+                scores += fresh.evaluate(exam)
             row = simulation.history[-1]
             assert row | over_clients(scores, simulation.problem) == row
             seen.append(event.loss)

@@ -20,13 +20,14 @@ from polytempo.simulation import Simulator
 from polytempo.simulation.devices import Devices, Equal, Exponential, Links, TwoSpeed
 from polytempo.simulation.dropout import Delay, Drop, Leave, NoDropout, Trace
 from polytempo.strategies import (
-    P2P,
     PACE,
     STRATEGIES,
     FedAsync,
     FedAvg,
     FedBuff,
     FedSGD,
+    PerFedAvg,
+    PerFedAvgAsync,
     Standalone,
 )
 from polytempo.strategies.gradients import GradientStrategy
@@ -354,7 +355,7 @@ def test_who_leaves_with_a_version_does_so_after_a_checkpoint_too(small):
         first.run(pause)
         second.load_state_dict(first.state_dict())
         second.run(40)
-        assert (second.time, second.server.members) == (whole.time, whole.server.members)
+        assert (second.time, set(second.server.members)) == (whole.time, set(whole.server.members))
         assert torch.equal(second.strategy.model_for(0), whole.strategy.model_for(0))
         second = world()
     assert len(whole.server.members) == 4
@@ -611,11 +612,12 @@ def test_divergence_is_a_clear_error(small):
 
 
 @pytest.mark.parametrize(
-    "strategy",  # without those whose clients take no step
+    "strategy",  # without those whose clients take no step, or need two batches for one
     [
         name
         for name in STRATEGIES
-        if not issubclass(STRATEGIES[name], GradientStrategy | FedSGD | P2P)
+        if STRATEGIES[name].engine == "server"
+        and not issubclass(STRATEGIES[name], GradientStrategy | FedSGD | PerFedAvg | PerFedAvgAsync)
     ],
 )
 @pytest.mark.parametrize("lr", [1e20, 1e25, 1e30, 1e38])

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from polytempo import cli
-from polytempo.cli.progress import RunProgress
+from polytempo.cli import progress
 from polytempo.core.events import Event
-from polytempo.experiments import compare, result
+from polytempo.experiments import compare, jobs, result
 
 
 def strict_json(text: str) -> Any:
@@ -96,18 +96,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 def interrupt() -> Iterator[Callable[..., None]]:
     """`interrupt(n)` makes the next run receive a real SIGINT at its n-th event; `n` may also be a
     function that says of an event whether it is the one."""
-    usual = RunProgress.watch
+    usual = jobs.reporting
 
     def arm(at: int | Callable[[Event], bool], number: int = signal.SIGINT) -> None:
         def attach(simulator: object, rounds: int) -> Callable[[Event], None]:
             def observe(event: Event) -> None:
                 if at(event) if callable(at) else event.n == at:
-                    RunProgress.watch = usual
+                    jobs.reporting = progress.reporting = usual
                     signal.raise_signal(number)
 
             return observe
 
-        RunProgress.watch = lambda *ignored: attach
+        jobs.reporting = progress.reporting = lambda *ignored: attach
 
     yield arm
-    RunProgress.watch = usual
+    jobs.reporting = progress.reporting = usual

@@ -140,7 +140,7 @@ def test_the_bar_looks_at_a_run_a_few_times_a_second_and_at_every_evaluation(mon
     """There are thousands of events a second, and none may cost more than the update."""
     seen, now = [], 100.0
     monkeypatch.setattr(Progress, "update", lambda *given, **shown: seen.append(shown))
-    monkeypatch.setattr("polytempo.cli.progress.monotonic", lambda: now)
+    monkeypatch.setattr("polytempo.experiments.jobs.monotonic", lambda: now)
     engine = SimpleNamespace(metric=ACCURACY, history=[{"accuracy": 0.5}], time=1.0, round=0)
     with RunProgress(quiet=True) as progress:
         observe = progress.watch("run")(engine, 100)

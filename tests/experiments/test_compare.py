@@ -253,3 +253,39 @@ def test_a_damaged_result_is_named(quick, polytempo):
     (quick / "pace" / "seed0" / "result.json").write_text("{")
     error = polytempo("compare", "pace", *TINY, "-o", quick).error
     assert str(quick / "pace" / "seed0") in error
+
+
+# -- rows that keep everybody honest ---------------------------------------------------------------
+
+
+def test_fine_tuned_forms_and_references_are_rows_of_their_own(polytempo, tmp_path):
+    arguments = ("compare", "fedavg", "fedper", "pace", *TINY, "--model", "mlp:hidden=[8]")
+    arguments += ("--solver", "torch")
+    more = ("--adapt-epochs", 2, "--seeds", 2, "--devices", "two-speed:factor=3", "-o", tmp_path)
+    flags = ("--fine-tuned", "--references")
+    outcome = polytempo(*arguments, *more, *flags)
+    assert outcome.code == 0, outcome
+    table = {row["strategy"]: row for row in rows(tmp_path)}
+    # FedPer's model is not one for all, nor PACE's
+    tuned = "fedavg + fine-tuning"
+    assert list(table) == ["fedavg", "fedper", "pace", "standalone", "majority", tuned]
+    assert table[tuned]["handed"] == table[tuned]["adapted"] == table["fedavg"]["adapted"]
+    assert table[tuned]["messages"] == table["fedavg"]["messages"]
+    runs = summaries(tmp_path, "fedavg")
+    later = [run["simulated_time"] + run["adaptation_time"] for run in runs]
+    assert float(table[tuned]["seconds"].split()[0]) == pytest.approx(
+        statistics.mean(later), abs=0.1
+    )
+    worst = [run["accuracy_adapted_worst10"] for run in runs]
+    assert table[tuned]["worst 10%"].startswith(f"{100 * statistics.mean(worst):.1f}")
+    listed = json.loads((tmp_path / "results.json").read_text())
+    assert [run["strategy"] for run in listed][-2:] == [tuned, tuned]
+    assert listed[-1]["accuracy"] == runs[1]["accuracy_adapted"]
+    # nothing is run for it, and it can be asked for later
+    assert polytempo(*arguments, *more).code == 0
+    assert len(rows(tmp_path)) == 3
+
+
+def test_without_fine_tuning_there_are_no_fine_tuned_rows(polytempo, tmp_path):
+    arguments = ("compare", "fedavg", *TINY, "--adapt-epochs", 0, "--fine-tuned", "-o", tmp_path)
+    assert polytempo(*arguments).error.startswith("--fine-tuned needs")

@@ -1,6 +1,7 @@
 """Peers from the command line, beside methods with a server."""
 
 import csv
+import itertools
 import json
 
 import pytest
@@ -162,22 +163,39 @@ def test_table_1_gives_all_methods_one_budget_and_as_many_iterations():
         assert {config.slots for config in settings.values()} == {clients}
         local = settings["p2p"].strategy_table["local_steps"]
         target = settings["p2p"].rounds // clients * local
-        assert target == 2000
+        assert target == 250_000
         assert 2 * target / local == budget  # two messages in a local round of all
         cohorts = budget // (2 * clients)
         assert settings["fedavg"].steps * cohorts == target
         for row in ("fedavg", "fedsgd"):
             assert settings[row].rounds >= cohorts * clients
             schedule = settings[row].make("lr_schedule")
-            assert schedule.at == (cohorts // 2 * clients, cohorts * 3 // 4 * clients)
-            assert schedule.gamma == 0.1
-        # the paper's 250,000 iterations and its budget, 125 times smaller
-        assert budget * 125 == int(column.rpartition("-")[2].removesuffix("k")) * 1000
+            hundred = column.startswith("cifar100/")
+            stones, gamma = ((0.3, 0.6, 0.8), 0.2) if hundred else ((0.5, 0.75), 0.1)
+            assert schedule.at == tuple(round(stone * cohorts * clients) for stone in stones)
+            assert schedule.gamma == gamma
+        strategy = settings["p2p"].make("strategy")
+        assert (strategy.milestones, strategy.gamma) == (stones, gamma)
+        assert budget == int(column.rpartition("-")[2].removesuffix("k")) * 1000
 
 
-def test_the_slow_peer_is_four_times_slower():
-    [column] = (fastslow := load_experiment("p2p/fastslow")).columns
-    for row in fastslow.rows:
+def test_the_slow_peer_is_slower():
+    fastslow = load_experiment("p2p/fastslow")
+    for row, (column, factor) in itertools.product(
+        fastslow.rows, zip(fastslow.columns, (4, 2, 10), strict=True)
+    ):
         config = fastslow.config(row, column, 0, quick=False)
-        assert sorted(config.make("devices").factors(config.clients, 0)) == [1, 4]
+        assert sorted(config.make("devices").factors(config.clients, 0)) == [1, factor]
         assert config.rounds // config.clients * config.strategy_table["local_steps"] == 2000
+
+
+def test_along_the_run_only_the_budget_and_the_evaluations_differ():
+    along, table = load_experiment("p2p/along"), load_experiment("p2p/table1")
+    for column in along.columns:
+        whole = f"{column.partition('-')[0]}-100k"
+        for row in along.rows:
+            early = along.config(row, column, 0, quick=False)
+            late = table.config(row, whole, 0, quick=False)
+            assert early.messages < late.messages
+            same = {"messages": 0, "eval_every": 1}
+            assert early.model_copy(update=same) == late.model_copy(update=same)

@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import platform
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from polytempo.core.bank import ModelBank, Storage, no_kernel
 from polytempo.core.precision import Exact, Half, Int8
 from polytempo.core.rng import rng
 from polytempo.experiments.config import RunConfig
+from polytempo.native import sweep
 from polytempo.native.sweep import compiled_sweep, on_threads
+from solving import needs_compiler
 
 FORMATS = {32: Exact(torch.float32), 16: Half(), 8: Int8()}
 MEASURES = ["cosine", "l1", "l2"]
+PARTS = range(100)  # enough for several threads
 # within a vector, a group, two groups; several strips of sums; not a multiple of anything
 SIZES = [1, 7, 128, 129, 300, 4096, 12_345]
 
@@ -31,6 +35,8 @@ def kernel(request, monkeypatch):
         monkeypatch.setenv("POLYTEMPO_CXXFLAGS", "-mno-avx -mno-fma -mno-f16c")
     compiled_sweep.cache_clear()
     found = compiled_sweep()
+    if found is None:
+        pytest.skip("there is no C++ compiler")
     yield found
     compiled_sweep.cache_clear()
 
@@ -150,10 +156,11 @@ def lived_in(storage: Storage) -> tuple[list[bytes], list[np.ndarray]]:
     return [row.numpy().tobytes() for row in rows], [*seen, made.state_dict()["squares"]]
 
 
-@pytest.mark.parametrize("load", [compiled_sweep, no_kernel])
+@pytest.mark.parametrize("load", [pytest.param(compiled_sweep, marks=needs_compiler), no_kernel])
 @pytest.mark.parametrize("bits", FORMATS)
 def test_the_number_of_threads_does_not_change_a_bit(monkeypatch, bits, load):
-    monkeypatch.setattr(module, "SHARD", 5 * 700 * 4)  # a few rows at a time
+    monkeypatch.setattr(module, "SHARD", 5 * 700)  # a few rows at a time
+    monkeypatch.setattr(sweep, "PAYS", 1)
     rows, seen = lived_in(Storage(bits, kernel=load, large=0))
     for count in (1, 2, 3, 7):
         others, more = lived_in(Storage(bits, kernel=load, spread=on_threads(count), large=0))
@@ -162,58 +169,102 @@ def test_the_number_of_threads_does_not_change_a_bit(monkeypatch, bits, load):
             np.testing.assert_array_equal(ours, theirs)
 
 
+@needs_compiler
 @pytest.mark.parametrize("bits", FORMATS)
 def test_compiled_rows_do_not_depend_on_how_they_are_divided(monkeypatch, bits):
     found = []
     for shard in (4, 5, 7, 1000):
-        monkeypatch.setattr(module, "SHARD", shard * 700 * 4)
+        monkeypatch.setattr(module, "SHARD", shard * 700)
         found.append(lived_in(Storage(bits, kernel=compiled_sweep, large=0))[0])
     assert all(rows == found[0] for rows in found)
 
 
-def test_all_threads_work_and_none_is_left_behind():
-    before, gate, workers = threading.active_count(), threading.Barrier(3), set()
+def test_every_part_is_worked_on_once_by_as_many_threads_as_asked_for():
+    gate, done = threading.Barrier(3), []
 
     def work(parts):
-        gate.wait(60)  # nobody has taken anything before all three are there
-        for part in parts:
-            done.append(part)
-            workers.add(threading.get_ident())
+        gate.wait(60)  # for two others
+        done.extend(parts)
 
-    done = []
     on_threads(3)(work, range(100))
-    assert sorted(done) == list(range(100)) and 1 <= len(workers) <= 3
-    assert threading.active_count() == before
+    assert sorted(done) == list(range(100))
 
 
-def test_fewer_parts_than_threads_start_fewer():
-    seen = []
-    on_threads(8)(lambda parts: seen.append(list(parts)), [1, 2])
-    assert len(seen) == 2
+def test_nobody_waits_for_a_thread_that_has_not_begun():
+    busy, begun, done = threading.Event(), threading.Event(), []
     here = threading.get_ident()
-    on_threads(8)(lambda parts: seen.append(threading.get_ident()), [1])
-    assert seen[-1] == here
+
+    def occupy(parts):
+        if threading.get_ident() != here:
+            begun.set()
+            busy.wait(60)
+
+    spread = on_threads(2)
+    blocked = threading.Thread(target=spread, args=(occupy, PARTS))
+    blocked.start()  # this one and the thread of the pool are both waiting
+    assert begun.wait(60)
+    spread(done.extend, PARTS)
+    assert done == list(PARTS) and not busy.is_set()
+    busy.set()
+    blocked.join(60)
+
+
+def test_a_thread_that_has_begun_is_waited_for_even_after_an_error():
+    begun, done = threading.Event(), []
+
+    def work(parts):
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            raise ValueError("here")
+        begun.set()
+        time.sleep(0.2)
+        done.append(1)
+
+    with pytest.raises(ValueError, match="here"):
+        on_threads(2)(work, PARTS)
+    assert done == [1]
+
+
+def test_each_thread_has_enough_to_do():
+    seen = []
+    gate = threading.Barrier(2)  # a third would wait in vain
+    on_threads(8)(lambda parts: seen.append(gate.wait(60)), range(3 * sweep.PAYS - 1))
+    assert sorted(seen) == [0, 1]
+    here = threading.get_ident()
+    on_threads(8)(lambda parts: seen.append(threading.get_ident()), range(2 * sweep.PAYS - 1))
+    on_threads(8)(lambda parts: seen.append(threading.get_ident()), [])
+    assert seen[2:] == [here, here]
 
 
 def test_an_error_on_a_thread_is_an_error_here():
+    begun = threading.Event()
+
     def work(parts):
         if threading.current_thread() is not threading.main_thread():
+            begun.set()
             raise ValueError("on a thread")
+        assert begun.wait(60)
 
     with pytest.raises(ValueError, match="on a thread"):
-        on_threads(2)(work, [1, 2])
+        on_threads(2)(work, PARTS)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that can fork")
 def test_a_process_forked_after_a_pass_has_threads_of_its_own():
-    storage = Storage(kernel=compiled_sweep, spread=on_threads(2), large=0)
-    here = lived_in(storage)[0]
-    context = mp.get_context("fork")
+    spread, context = on_threads(2), mp.get_context("fork")
+
+    def both(say):
+        gate = threading.Barrier(2)
+        spread(lambda parts: say(gate.wait(20)), PARTS)
+
+    both(lambda which: None)
     ours, theirs = context.Pipe()
-    child = context.Process(target=lambda: theirs.send(lived_in(storage)[0]), daemon=True)
+    child = context.Process(target=both, args=(theirs.send,), daemon=True)
     child.start()
-    assert ours.poll(60) and ours.recv() == here
-    child.join()
+    try:
+        assert {ours.poll(30) and ours.recv() for _ in range(2)} == {0, 1}
+    finally:
+        child.kill()
 
 
 # -- who takes which way -------------------------------------------------------------------------
@@ -231,7 +282,7 @@ def asked(large: int) -> int:
 
 
 def test_small_banks_are_left_to_torch():
-    assert asked(large=4 * 10**6) == 1 and asked(large=4 * 10**6 + 1_000) == 0
+    assert asked(large=10**6) == 1 and asked(large=10**6 + 1) == 0
 
 
 def test_without_a_compiler_torch_takes_over(monkeypatch):
@@ -248,6 +299,6 @@ def test_without_a_compiler_torch_takes_over(monkeypatch):
 def test_runs_use_what_there_is(bank):
     storage = RunConfig(bank=bank).storage()
     assert storage.kernel is compiled_sweep
-    seen = []
-    storage.spread(lambda parts: seen.append(list(parts)), [1, 2])
-    assert len(seen) == min(2, len(os.sched_getaffinity(0)))
+    gate, seen = threading.Barrier(min(2, len(os.sched_getaffinity(0)))), []
+    storage.spread(lambda parts: seen.append(gate.wait(60)), PARTS)
+    assert len(seen) == gate.parties

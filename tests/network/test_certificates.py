@@ -118,3 +118,12 @@ def test_a_port_in_use_is_said():
         where = f"tcp/127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PolytempoError, match=r"cannot listen on .*in use.*--listen"):
             open_session(Address([where]))
+
+
+def test_a_client_cannot_pass_for_a_server(tmp_path):
+    make_certificates(tmp_path, {"server": LOCAL, "client": []})
+    certificate = x509.load_pem_x509_certificate((tmp_path / "client.pem").read_bytes())
+    usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert [*usage] == [ExtendedKeyUsageOID.CLIENT_AUTH]
+    with pytest.raises(x509.ExtensionNotFound):
+        certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)

@@ -8,7 +8,7 @@ import pytest
 from chaos import LAST_SECONDS, check, read
 from nearby import wait_until
 
-from polytempo.experiments import peer_group
+from polytempo.experiments import local_group
 from polytempo.experiments.config import make_config
 from polytempo.experiments.peer_group import Group
 
@@ -99,7 +99,7 @@ DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True
 
 
 def test_a_peer_that_does_not_end_when_it_is_asked_to_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(peer_group, "_PATIENCE", 0.5)
+    monkeypatch.setattr(local_group, "_PATIENCE", 0.5)
     with (
         Group(make_config({"clients": 2, "strategy": "p2p"}), tmp_path) as group,
         subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as deaf,

@@ -103,7 +103,8 @@ def test_training_stops_with_the_error_that_the_network_met(tmp_path, addresses)
     with pytest.raises(ZeroDivisionError):
         one.run()
     assert one.folder.load()["node"]["learner"]["iteration"] == one.learner.iteration > 0
-    wait_until(lambda: not any("polytempo" in t.name for t in threading.enumerate()))
+    own = ("polytempo node", "polytempo sender")
+    wait_until(lambda: not any(t.name.startswith(own) for t in threading.enumerate()))
 
 
 def broken(key):

@@ -250,4 +250,5 @@ def test_a_link_does_not_wait_for_ever_for_a_thread_that_hangs(place, monkeypatc
     [said] = of(ann, "stuck")
     assert thread in said["threads"]
     freed.set()
-    wait_until(lambda: not any(t.name.startswith("polytempo") for t in threading.enumerate()))
+    own = ("polytempo node", "polytempo sender")
+    wait_until(lambda: not any(t.name.startswith(own) for t in threading.enumerate()))

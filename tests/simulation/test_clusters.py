@@ -103,6 +103,7 @@ def test_every_evaluation_says_how_well_clusters_are_found():
     held = found >= 0
     assert last["clusters"] == len(set(found[held].tolist()))
     assert last["cluster_ari"] == adjusted_rand(truth[held], found[held])
+    assert first["unclustered"] == 1 and last["unclustered"] == (~held).sum()
 
 
 def test_changes_are_dated_and_lead_to_the_present():

@@ -6,6 +6,7 @@ from scipy.stats import chisquare, kstest
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
+from polytempo.data import Federation
 from polytempo.simulation.devices import DEVICES, NETWORKS
 
 
@@ -151,3 +152,23 @@ def test_bandwidths_depend_on_the_seed_alone_and_not_on_the_devices():
     assert wifi.bandwidths(20, 1) != wifi.bandwidths(20, 2)
     speeds = DEVICES.create("uniform").factors(300, 1)
     assert abs(np.corrcoef(wifi.bandwidths(300, 1), speeds)[0, 1]) < 4 / np.sqrt(300)
+
+
+def test_mixed_exponential_times_have_two_means():
+    devices = DEVICES.create("mixed-exponential:slow=0.2,fast=0.5,beta=5")
+    factors = np.array(devices.factors(100, 0))
+    assert sorted(np.unique(factors)) == [1, 10] and (factors > 1).sum() == 20
+    stream = rng(0, "test")
+    for factor, mean in ((1, 0.5), (10, 5)):
+        drawn = [devices.seconds(factor, 1000, stream) for _ in range(4000)]
+        assert np.mean(drawn) == pytest.approx(mean, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["two-speed:slow=0.5,factor=4", "mixed-exponential:slow=0.5"])
+def test_slow_devices_may_be_chosen_by_their_labels(name):
+    federation = Federation.load("digits", clients=10, partition="pathological:labels=1")
+    commonest = federation.label_counts().argmax(axis=1)
+    slow = np.array(DEVICES.create(f"{name},by_label=true").factors_among(federation, 0)) > 1
+    assert slow.sum() == 5 and commonest[slow].min() >= commonest[~slow].max()
+    drawn = DEVICES.create(name)
+    assert drawn.factors_among(federation, 0) == drawn.factors(10, 0)

@@ -52,15 +52,20 @@ def simulated(small):
         y = small.y[small.train[client]].numpy()
         batches = schedule(strategy.task(client), ("client", client, "dispatch", number), len(y))
         parts = [(x[rows], y[rows]) for rows in batches]
-        assert len(parts) == strategy.local_steps
+        local = getattr(strategy, "local", "gradient")  # FedBuff has none
+        plain = local == "gradient"
+        assert len(parts) == strategy.local_steps or not plain
+        momentum = 0.0 if plain else task.optimizer.momentum  # else whatever the task says
 
         def upload(w):
-            theta, total = w.copy(), np.zeros_like(w)
+            theta, total, velocity = w.copy(), np.zeros_like(w), np.zeros_like(w)
             for part in parts:
                 g = gradient(theta, *part) + task.optimizer.weight_decay * theta
                 total += g
-                theta = theta - task.lr * g  # no momentum, whatever the task says
-            return total
+                velocity = momentum * velocity + g
+                theta = theta - task.lr * velocity
+            ways = {"mean": total / len(parts), "displacement": w - theta, "gradient": total}
+            return ways[local]
 
         return upload
 

@@ -81,6 +81,31 @@ def test_a_run_of_ace_is_its_formula(simulated, start, local_steps):
     assert simulator.server.version == 80 - waited and (waited > 7) == (start == "all")
 
 
+@pytest.mark.parametrize("local", ["mean", "displacement"])
+def test_a_run_with_whole_trainings_is_its_formula(simulated, local):
+    """Two epochs with momentum, of which the mean gradient or the way is uploaded."""
+    strategy = ACED(server_lr=0.2, tau_algo=5, local=local)
+    simulator, arrivals = simulated(strategy, replace(TASK, epochs=2))
+    assert simulator.server.strategy.task(0).total_steps(30) > 2
+    initial = simulator.server.context.initial.numpy()
+    w = aced_by_the_formula(arrivals, initial, 8, 0.2, 5)
+    np.testing.assert_allclose(strategy.model_for(0).numpy(), w[-1], rtol=1e-8, atol=1e-10)
+
+
+def test_whole_trainings_and_a_number_of_steps_exclude_each_other():
+    with pytest.raises(PolytempoError, match="use --steps 3"):
+        ready(ACE(local="mean", local_steps=3))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "kept"])
+def test_a_mean_gradient_is_concluded_from_plain_sgd_alone(optimizer):
+    kept = optimizer == "kept"
+    task = replace(TASK, keep_optimizer=kept, **({} if kept else {"optimizer": "adam"}))
+    context = Context(torch.zeros(3), [10] * 3, task, seed=0)
+    with pytest.raises(PolytempoError, match="keep-optimizer" if kept else "use --optimizer sgd"):
+        Server(ACE(local="mean"), context)
+
+
 def test_a_run_of_incremental_ace_is_the_same_formula(simulated):
     strategy = ACEIncremental(server_lr=0.2)
     simulator, arrivals = simulated(strategy, TASK)
@@ -378,3 +403,35 @@ def test_eight_bits_differ_by_seed_and_end_near_full_precision(simulated):
     # each gradient acts twice, with 0.1 / 2: 300 errors of variance below scale^2 / 4
     bound = 5 * 0.1 * (4 / 127) / 2 * 300**0.5
     assert (runs[0] - runs[2]).abs().max() < bound < (runs[2]).abs().max()
+
+
+# -- a step with every so many uploads ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ACE, ACED])
+def test_a_step_is_taken_with_every_third_upload(kind):
+    """The cache is up to date all the time; who uploads twice meanwhile counts once."""
+    strategy = ready(kind(server_lr=1.0, every=3, start="first"))
+    found = moves(
+        strategy,
+        (0, 3.0, 0, 0),
+        (1, 0, 3.0, 0),
+        (0, 6.0, 0, 0),  # the third: the mean of 6 and 3, over two clients
+        (2, 0, 0, 9.0),
+        (2, 0, 0, 6.0),
+        (1, 0, 9.0, 0),  # the sixth
+    )
+    assert found[:2] == [[0, 0, 0]] * 2 and found[3:5] == [[0, 0, 0]] * 2
+    assert found[2] == pytest.approx([-3.0, -1.5, 0])
+    assert found[5] == pytest.approx([-2.0, -3.0, -2.0])
+
+
+def test_uploads_between_steps_survive_a_checkpoint():
+    whole, first = (ready(ACE(server_lr=1.0, every=2, start="first")) for _ in range(2))
+    second = ready(ACE(server_lr=1.0, every=2, start="first"))
+    for strategy in (whole, first):
+        fold(strategy, 0, 1.0, 2.0, 3.0)
+    second.load_state_dict(first.state_dict())
+    for strategy in (whole, second):
+        assert fold(strategy, 1, 3.0, 2.0, 1.0)
+    assert torch.equal(whole.model_for(0), second.model_for(0))

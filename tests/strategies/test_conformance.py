@@ -26,7 +26,7 @@ SAMPLES = [12, 30, 7, 21, 16, 9]
 INITIAL = torch.linspace(-1, 1, 10)
 
 
-NAMES = [name for name in STRATEGIES if name != "p2p"]  # which has no server
+NAMES = [name for name in STRATEGIES if STRATEGIES[name].engine == "server"]
 
 
 @pytest.fixture(params=NAMES)
@@ -51,6 +51,7 @@ def answer(server, training, step):
         "basis": torch.eye(dispatch.task.extras.get("basis", 0), 6),
         "choice": torch.tensor([[client % 2]]),  # of two models or more
         "mask": torch.tensor([[0b10110111, 0b01000000]], dtype=torch.uint8),
+        "variate": 0.1 * noise[None],
     }
     extras = {key: beside[key] for key in dispatch.task.extras}
     update = Update(client, dispatch.number, base + 0.1 * noise, SAMPLES[client], extras)
@@ -311,6 +312,7 @@ def simulator(name, small, seed=0, **options):
         module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     # thresholds that make multicasts and urgent requests happen in a small run
     name = {"pace": "pace:omega=20", "port": "port:bound=1,buffer_size=2"}.get(name, name)
+    name += ":share=0.1" if name.startswith("knn-per") else ""  # neighbours need no training
     return Simulator(
         small,
         module,
@@ -338,15 +340,27 @@ def same(a, b):
     return a[0] == b[0] and a[1] == b[1] and torch.equal(a[2], b[2]) and a[3] == b[3]
 
 
-def test_same_seed_same_bits_and_another_seed_other_bits(name, small):
+@pytest.fixture(scope="module")
+def runs():
+    """Of each strategy one run, done once."""
+    return {}
+
+
+@pytest.fixture
+def whole(name, small, runs):
+    if name not in runs:
+        runs[name] = finish(simulator(name, small))
+    return runs[name]
+
+
+def test_same_seed_same_bits_and_another_seed_other_bits(name, small, whole):
     first = finish(simulator(name, small))
-    assert same(first, finish(simulator(name, small)))
+    assert same(first, whole)
     assert first[3] != finish(simulator(name, small, seed=1))[3]
 
 
 @pytest.mark.parametrize("stop", [0, 3, 37])
-def test_stopped_and_resumed_is_bit_identical(name, small, stop, tmp_path):
-    whole = finish(simulator(name, small))
+def test_stopped_and_resumed_is_bit_identical(name, small, stop, whole, tmp_path):
     broken = simulator(name, small)
     log, steps = [], iter(range(10_000))
     broken.observers.append(lambda event: log.append(as_dict(event)))
@@ -391,7 +405,16 @@ def test_so_it_is_where_some_steps_of_plain_sgd_stand_for_gradients(name):
     served(f"{name}:local_steps=3", keep_optimizer=True)  # they have no momentum
 
 
-@only(set(NAMES) - UPLOAD_GRADIENTS - {"fedac"})
+SGD_ALONE = {"fedac", "scaffold", "scaffold-async", "per-fedavg", "per-fedavg-async"} & set(NAMES)
+
+
+@only(SGD_ALONE)
+def test_a_method_that_is_about_sgd_says_so(name):
+    with pytest.raises(PolytempoError, match=f"^{name} .*use --optimizer sgd, not adam$"):
+        served(name, optimizer="adam")
+
+
+@only(set(NAMES) - UPLOAD_GRADIENTS - SGD_ALONE)
 def test_where_clients_train_their_optimizer_is_the_one_that_was_asked_for(name):
     server = served(name, optimizer="adam")
     assert server.strategy.task(0).optimizer == Adam()

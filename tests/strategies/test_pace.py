@@ -315,3 +315,38 @@ def test_every_measure_prefers_the_true_group(similarity):
     inside = [graph[i, j] for i in range(6) for j in range(6) if i // 3 == j // 3]
     across = [graph[i, j] for i in range(6) for j in range(6) if i // 3 != j // 3]
     assert np.mean(inside) > 5 * np.mean(across)
+
+
+# -- a fleet, whose clients enrol one after the other ----------------------------------------------
+
+
+def enrol(pace: PACE, samples: list[int], counts: dict[int, int]) -> None:
+    for client, count in counts.items():
+        samples[client] = count
+        pace.enrolled(client)
+
+
+def test_clients_that_have_enrolled_count_as_if_they_had_been_known():
+    samples = [1, 1, 1, 1]
+    late, known = ready(samples), ready()
+    enrol(late, samples, {0: 10, 1: 20, 2: 30, 3: 40})
+    for step, client in enumerate([0, 2, 0, 1, 3, 2]):
+        for pace in (late, known):
+            fold(pace, client, vector(step, client))
+    np.testing.assert_array_equal(late.collaboration(), known.collaboration())
+    np.testing.assert_allclose(late.denominators, known.denominators, rtol=1e-12)
+    for client in range(4):
+        torch.testing.assert_close(late.model_for(client), known.model_for(client))
+
+
+def test_a_restored_strategy_knows_them_too():
+    samples = [1, 1, 1, 1]
+    pace = ready(samples)
+    enrol(pace, samples, {0: 10, 1: 20, 2: 30, 3: 40})
+    fold(pace, 0, vector(1))
+    again = PACE()
+    again_samples = [1, 1, 1, 1]
+    again.setup(context(again_samples))
+    again_samples[:] = samples
+    again.load_state_dict(pace.state_dict())
+    np.testing.assert_array_equal(again.collaboration(), pace.collaboration())

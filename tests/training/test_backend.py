@@ -58,7 +58,7 @@ class Solver:
         return Outcome(upload_of(job), {}, {})
 
     def evaluate(self, exam: Exam) -> list[Any]:
-        own = exam.personal or [None] * len(exam.clients)
+        own = exam.memories or [None] * len(exam.clients)
         return [score_of(exam.params, *pair) for pair in zip(exam.clients, own, strict=True)]
 
 

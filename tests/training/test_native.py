@@ -11,6 +11,7 @@ from chains import distance, federation_for, random_image_chain, random_vector_c
 from torch import nn
 from torch.nn import functional
 
+import polytempo as pt
 from polytempo.core.client_steps import Mask
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import Parts
@@ -23,7 +24,8 @@ from polytempo.native.build import NoCompiler, find_compiler, library
 from polytempo.training import AutogradSolver, Exam, Job, make_executor
 from polytempo.training.jobs import PERSONAL, Swap
 from polytempo.training.solvers.native import solver as native_solver
-from polytempo.training.solvers.native.chain import Unfit, chain
+from polytempo.training.solvers.native.chain import chain
+from polytempo.training.solvers.native.layers import Unfit
 from polytempo.training.solvers.native.solver import NativeSolver
 
 try:
@@ -132,7 +134,7 @@ def test_the_dual_form_is_taken_where_it_pays(monkeypatch):
         assert taken == [features == 200, False]
 
 
-@pytest.mark.parametrize("upload", ["model", "delta", "gradient"])
+@pytest.mark.parametrize("upload", ["model", "delta", "gradient", "path"])
 @pytest.mark.parametrize("make", [small_cnn, lambda: network(nn.Flatten(), nn.Linear(240, 4))])
 def test_uploads(make, upload):
     task = Task(epochs=1, batch_size=8, upload=upload, objective=Proximal(mu=0.3))
@@ -279,6 +281,48 @@ def test_what_diverges_leaves_no_trace(make):
     assert torch.equal(solver.carry_out(good).upload, before)
 
 
+def photographs() -> Federation:
+    draw = np.random.default_rng(7)
+    clients = [
+        (draw.integers(0, 256, (20, 3, 32, 32), dtype=np.uint8), draw.integers(0, 3, 20))
+        for _ in range(4)
+    ]
+    return Federation.from_arrays(clients, classes=3)
+
+
+def sentences() -> Federation:
+    draw = np.random.default_rng(8)
+    clients = [(draw.integers(0, 30, (20, 12)), draw.integers(0, 3, 20)) for _ in range(4)]
+    return Federation.from_arrays(clients, classes=3)
+
+
+@pytest.mark.parametrize(
+    "make, model",
+    [(photographs, "lenet"), (photographs, "mlp"), (sentences, "textcnn:embedding=8,filters=8")],
+)
+def test_the_number_of_workers_does_not_change_a_bit(make, model):
+    """Whole runs, multicasts included."""
+    federation, runs = make(), []
+    for workers in (1, 2, 3):
+        made = pt.simulate(
+            federation,
+            model=model,
+            strategy="pace:omega=100000",
+            solver="native",
+            backend="serial" if workers == 1 else "processes",
+            workers=workers,
+            rounds=30,
+            slots=3,
+            epochs=2,
+            batch_size=6,
+        )
+        assert made.backend.startswith("native")
+        runs.append((made.fingerprint, [made.simulator.strategy.serve(c) for c in range(4)]))
+    for fingerprint, models in runs[1:]:
+        assert fingerprint == runs[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(models, runs[0][1], strict=True))
+
+
 def test_a_solver_leaves_the_model_as_it_was():
     module = small_cnn()
     before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
@@ -306,8 +350,8 @@ def test_scores_are_those_of_torch(problem):
     ]
     own = solvers[0].layout.initial_personal
     for exam in (
-        Exam(solvers[0].layout.read(), [0, 1], [own, own * 0.5]),
-        Exam(solvers[0].layout.read() * 2, [1], [own]),
+        Exam(solvers[0].layout.read(), [0, 1], [{PERSONAL: own}, {PERSONAL: own * 0.5}]),
+        Exam(solvers[0].layout.read() * 2, [1], [{PERSONAL: own}]),
     ):
         for one, other in zip(*(solver.evaluate(exam) for solver in solvers), strict=True):
             assert one.sums == pytest.approx(other.sums, rel=1e-4, abs=1e-4)

@@ -22,7 +22,7 @@ from polytempo.core.optimizer import Adam, AdamW, Sgd
 from polytempo.training import AutogradSolver, Exam, Job
 from polytempo.training.jobs import Swap
 from polytempo.training.solvers.native import solver as native_solver
-from polytempo.training.solvers.native.chain import Unfit
+from polytempo.training.solvers.native.layers import Unfit
 from polytempo.training.solvers.native.solver import NativeSolver
 from solving import needs_compiler, upload_of
 
@@ -138,7 +138,7 @@ def test_on_all_kinds_of_data(model, name):
         assert_same(uploads(network(MODELS[model]), federation(SHARDS[name]), task))
 
 
-@pytest.mark.parametrize("upload", ["model", "delta", "gradient"])
+@pytest.mark.parametrize("upload", ["model", "delta", "gradient", "path"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.02])
 def test_with_and_without_momentum_and_weight_decay(upload, momentum, weight_decay):
@@ -352,16 +352,20 @@ def test_products_of_samples_are_remembered_up_to_a_bound(monkeypatch):
         return sum(gram.nbytes for gram in solver._grams.values())
 
     first = upload_of(solver, jobs[0])
+    assert remembered() == 0  # so few are computed again
+    monkeypatch.setattr(native_solver, "_WORTH_KEEPING", 0)
+    assert torch.equal(upload_of(solver, jobs[0]), first)
     one = remembered()
     assert one > 0
     monkeypatch.setattr(native_solver, "_KEPT", int(5.5 * one))
     for job in jobs:
         upload_of(solver, job)
         assert remembered() <= 5.5 * one
+        assert remembered() == solver._gram_bytes
     assert remembered() >= 2 * one
     assert torch.equal(upload_of(solver, jobs[0]), first)
     monkeypatch.setattr(native_solver, "_KEPT", 0)
-    for job in jobs[:8]:
+    for job in jobs[8:16]:
         upload_of(solver, job)
         assert len(solver._grams) == 1  # the last one may stay
 

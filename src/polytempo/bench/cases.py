@@ -30,6 +30,7 @@ class Case:
     batch_size: int = 64
     plain_trainings: int = 40  # of the plain loop in one turn: it does each alike
     strategies: tuple[str, ...] = ("pace",)
+    banks: tuple[str, ...] = ("memory",)  # how the server keeps models
 
     def federation(self) -> Federation:
         """A hundred clients of 400 to 600 samples, three quarters of them for training."""
@@ -104,5 +105,5 @@ CASES = {
     "lenet-10": Case("lenet", plain_lenet, _images, batch_size=10),
     "cnn64": Case("cnn64", plain_cnn64, _images, plain_trainings=10),
     "mlp": Case("mlp:hidden=300", plain_mlp, _windows, lr=0.001, strategies=("pace", "fedasync")),
-    "textcnn": Case("textcnn", PlainTextCNN, _texts, plain_trainings=10),
+    "textcnn": Case("textcnn", PlainTextCNN, _texts, plain_trainings=10, banks=("memory", "half")),
 }

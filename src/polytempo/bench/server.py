@@ -56,17 +56,19 @@ def _measure(
     storage = Storage(BANKS[bank], kernel=compiled_sweep, spread=on_threads(max(THREADS)))
     strategy = PACE()
     strategy.setup(Context(torch.zeros(parameters), [100] * clients, Task(), 0, storage))
-    groups = torch.randn(10, parameters)
+    groups, touched = torch.randn(10, parameters), list[float]()
 
     def fold(number: int) -> float:
         client = number % uploads
         vector = groups[client % 10] + torch.randn(parameters)
         update = Update(client, number, vector, 100)
+        touched.append(float((strategy.rows.column(client) > 0).mean()))
         return seconds(lambda: strategy.fold(update, Staleness(9, 9)))
 
     for client in range(uploads):
         fold(client)
     peak = peak_memory() - empty
+    touched.clear()
     found: dict[str, dict[str, list[float]]] = {
         way: {str(threads): [] for threads in THREADS} for way in WAYS
     }
@@ -85,7 +87,7 @@ def _measure(
         "parameters": parameters,
         "uploads": uploads,
         "bank": bank,
-        "touched": sum(float((strategy.rows.row(k) > 0).mean()) for k in range(10)) / 10,
+        "touched": median(touched),
         "read_ms": _median_ms(reads),
         **{
             f"{way}_ms": {threads: _median_ms(each) for threads, each in by_threads.items()}

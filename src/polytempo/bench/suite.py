@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -21,7 +22,8 @@ from polytempo.bench.server import BANKS, SIZES, measure_server
 from polytempo.bench.training import ARRIVALS, measure_training
 from polytempo.network.session import require_network
 
-PARTS = (*CASES, "engine", "server", "clusters", "scale", "exchange")
+FLEET = ("fleet-swap", "fleet-upload", "fleet-load", "fleet-steady")  # all four: "fleet"
+PARTS = (*CASES, "engine", "server", "clusters", "scale", "exchange", "fleet", *FLEET)
 
 
 def run_bench(
@@ -30,15 +32,20 @@ def run_bench(
     workers: int,
     repeats: int = 5,
     quick: bool = False,
+    clients: int = 1_000,
+    minutes: float = 10.0,
     watch: Callable[[str], None] = lambda now: None,
 ) -> dict[str, Any]:
-    """Measure these parts; `watch` is told what is measured next.
+    """Measure these parts; `watch` is told what is measured next. `clients`, `minutes`: of a fleet.
 
     `quick`: fewer updates and smaller sizes, for a first look; the figures are rougher, and those
     of training contain more evaluation.
     """
     if "exchange" in parts:
         require_network()
+    fleet = FLEET if "fleet" in parts else tuple(part for part in FLEET if part in parts)
+    if fleet:
+        require_network("grpc", "google.protobuf", "cryptography")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,13 +63,19 @@ def run_bench(
             "clusters": [],
             "scale": [],
             "exchange": [],
+            **{part: [] for part in FLEET},
         }
         for name in (part for part in parts if part in CASES):
-            for strategy in CASES[name].strategies:
-                watch(f"{name}, {strategy}")
-                arrivals = 20 if quick else ARRIVALS
+            case = CASES[name]
+            for strategy, bank in itertools.product(case.strategies, case.banks):
+                watch(f"{name}, {strategy}, bank {bank}")
                 measured = measure_training(
-                    name, strategy, workers=workers, repeats=repeats, arrivals=arrivals
+                    name,
+                    strategy,
+                    workers=workers,
+                    repeats=repeats,
+                    arrivals=20 if quick else ARRIVALS,
+                    bank=bank,
                 )
                 found["training"].append(measured)
         for strategy in SPEEDS if "engine" in parts else ():
@@ -101,6 +114,12 @@ def run_bench(
                     watch(f"exchange of {4e-6 * parameters:.2g} MB" + " with TLS" * tls)
                     times = 5 if quick else 20
                     found["exchange"].append(measure_exchange(parameters, tls=tls, repeats=times))
+        if fleet:
+            from polytempo.bench.fleet import measure_fleet
+
+            few = max(10, clients // 10) if quick else clients
+            short = min(0.5, minutes) if quick else minutes
+            found |= measure_fleet(fleet, few, short, 1 if quick else repeats, quick, watch)
         return found
     finally:
         torch.set_num_threads(threads)

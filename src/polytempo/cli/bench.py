@@ -19,7 +19,7 @@ def bench_command(
         list[str] | None,
         typer.Argument(
             help="What to measure: lenet lenet-10 cnn64 mlp textcnn engine server clusters scale "
-            "exchange \\[all]."
+            "exchange fleet (fleet-swap fleet-upload fleet-load fleet-steady) \\[all]."
         ),
     ] = None,
     *,
@@ -28,6 +28,10 @@ def bench_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer updates, smaller sizes: less exact.", metavar="")
     ] = False,
+    clients: Annotated[int, typer.Option(min=2, help="Light clients of a fleet.")] = 1_000,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Minutes of steady load on a fleet.")
+    ] = 10.0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -52,6 +56,8 @@ def bench_command(
             workers=workers or cores(),
             repeats=repeats,
             quick=quick,
+            clients=clients,
+            minutes=minutes,
             watch=lambda now: status.update(f"measuring: {now}"),
         )
     if out is not None:
@@ -74,15 +80,26 @@ def _show_bench(found: dict[str, Any]) -> None:
             print_table(table)
 
 
+def _threads(count: str) -> str:
+    return f"{count} thread{'s' * (count != '1')}"
+
+
 def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
     """The tables of a benchmark; parts that were not measured have empty ones."""
     rows = [
         {
-            "one update": f"{row['case']}, {row['strategy']}",
-            "plain loop": f"{row['plain_ms']:,.1f} ms",
+            "one update": f"{row['case']}, {row['strategy']}"
+            + (f", bank {row['bank']}" if row["bank"] != "memory" else ""),
+            **{
+                f"plain loop, {_threads(count)}": f"{time:,.1f} ms"
+                for count, time in row["plain_ms"].items()
+            },
             f"{row['workers']} workers": f"{row['ours_ms']:,.1f} ms",
-            "ratio": f"{row['ratio']:.2f}",
-            "from - to": f"{min(row['ratios']):.2f} - {max(row['ratios']):.2f}",
+            **{
+                f"ratio to {_threads(count)}": f"{row['ratio'][count]:.1f} "
+                f"({min(ratios):.1f} - {max(ratios):.1f})"
+                for count, ratios in row["ratios"].items()
+            },
             "of GEMM speed": f"{row['share_of_gemm']:.0%}",
         }
         for row in found["training"]
@@ -114,9 +131,9 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
         {
             "server step of PACE": f"{row['clients']:,} x {row['parameters']:,}, {row['bank']}",
             **{
-                f"{way}, {threads} thread{'s' * (threads != '1')}": f"{time:,.2f} ms"
+                f"{way}, {_threads(count)}": f"{time:,.2f} ms"
                 for way in ("torch", "compiled")
-                for threads, time in row[f"{way}_ms"].items()
+                for count, time in row[f"{way}_ms"].items()
             },
             "reading 32 bits once": f"{row['read_ms']:,.2f} ms",
             "rows touched": f"{row['touched']:.0%}",
@@ -161,4 +178,62 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
         }
         for row in found["exchange"]
     ]
-    return [rows, engine, crowd, server, bookkeeping, clusters, scale, exchange]
+    return [
+        *(rows, engine, crowd, server, bookkeeping, clusters, scale, exchange),
+        *_fleet_tables(found),
+    ]
+
+
+def _fleet_tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
+    swap = [
+        {
+            "pushed to a client in training": f"{row['what']}, {row['megabytes']:.2f} MB",
+            "pushes": f"{row['swaps']:.0f}",
+            "overtaken": f"{row['overtaken']:.0f}",
+            **_percentiles(row),
+        }
+        for row in found["fleet-swap"]
+    ]
+    upload = [
+        {
+            "upload to acknowledgement": f"{row['megabytes']:.2f} MB, "
+            + ("fsync" if row["fsync"] else "no fsync"),
+            "uploads": f"{row['repeats']}",
+            "of which log": f"{row['commit_ms']:,.1f} ms",
+            **_percentiles(row),
+        }
+        for row in found["fleet-upload"]
+    ]
+    load = [
+        {
+            "light clients": f"{row['clients']:,} x {row['megabytes']:.2f} MB, {row['strategy']}"
+            + (f", rest {row['rest_s']:g} s" if row["rest_s"] else ""),
+            "updates per second": f"{row['updates_per_s']:,.0f}",
+            "server CPU per update": f"{row['server_cpu_ms']:.2f} ms",
+            "of which fold": f"{row['fold_cpu_ms']:.2f} ms",
+            "cores busy": f"{row['cores_busy']:.2f}",
+            "updates per fsync": f"{row['per_commit']:.1f}",
+            "memory": f"{row['memory_mb']:,.0f} MB ({row['empty_mb']:,.0f} empty)",
+            **_percentiles(row),
+            "all connected": f"{row['connect_s']:.1f} s",
+        }
+        for row in found["fleet-load"]
+    ]
+    steady = [
+        {
+            "steady load": f"{row['clients']:,} clients, {row['strategy']}, "
+            f"{row['minutes']:g} minutes",
+            "updates per second": f"{row['updates_per_s']:,.0f}",
+            "memory, median of each fifth": " ".join(f"{mb:,.0f}" for mb in row["fifths_mb"])
+            + " MB",
+            "peak": f"{row['peak_mb']:,.0f} MB",
+            "trend": f"{row['mb_per_minute']:+.2f} MB per minute",
+            **_percentiles(row),
+        }
+        for row in found["fleet-steady"]
+    ]
+    return [swap, upload, load, steady]
+
+
+def _percentiles(row: Mapping[str, Any]) -> dict[str, str]:
+    return {"p50": f"{row['p50_ms']:,.1f} ms", "p99": f"{row['p99_ms']:,.1f} ms"}

@@ -36,7 +36,22 @@ COMMANDS = {
     ),
     "peer": Entry("peers", "Join a serverless run among peers, on a real network."),
     "peers": Entry("peers", "Run a group of peers on this machine, over real network connections."),
-    "certs": Entry("certs", "Create a test CA and a certificate per peer, for mutual TLS."),
+    "server": Entry("fleet", "Conduct a run with clients on other machines."),
+    "client": Entry("fleet", "Take part in a run with this machine's data."),
+    "fleet": Entry(
+        "fleet",
+        "Run a server and its clients on this machine, over real connections with mutual TLS.",
+    ),
+    "admit": Entry(
+        "fleet", "Let a client take part (again); a running server notices within a second."
+    ),
+    "revoke": Entry(
+        "fleet", "Let a client take part no longer; a running server cuts it off within a second."
+    ),
+    "replay": Entry(
+        "replay", "Check a fleet's log, or simulate another strategy on the recorded fleet."
+    ),
+    "certs": Entry("certs", "Create a CA and certificates for servers, clients and peers."),
 }
 
 

@@ -36,6 +36,16 @@ def compare_command(
             "one of the strategies, meaning its best \\[fedavg, or the first]."
         ),
     ] = None,
+    fine_tuned: Annotated[
+        bool,
+        typer.Option(
+            "--fine-tuned",
+            help="Add a row for every method with one model, fine-tuned by each client.",
+        ),
+    ] = False,
+    references: Annotated[
+        bool, typer.Option("--references", help="Add the rows standalone and majority.")
+    ] = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -57,6 +67,8 @@ def compare_command(
             out,
             seeds=range(first, first + seeds),
             target=target,
+            fine_tuned=fine_tuned,
+            references=references,
             watch=lambda label, seed: progress.watch(f"{label} seed {seed}"),
         )
     if as_json:

@@ -14,15 +14,14 @@ from rich.markup import escape
 
 from polytempo.cli.board import Board, in_words, show_peers
 from polytempo.cli.console import complain, notes, output
-from polytempo.cli.options import Config, Json
+from polytempo.cli.options import Ca, Cert, Config, Json, Key, certificates
 from polytempo.cli.settings import with_settings
-from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.peer import EXCHANGE_SECONDS, SAVE_ROUNDS, run_peer
 from polytempo.experiments.peer_settings import PEER_SETTINGS
 from polytempo.experiments.run import interruptible
-from polytempo.network.session import Address, Certificates, require_network
+from polytempo.network.session import Address, require_network
 
 P2POptions = Annotated[
     str | None,
@@ -64,9 +63,9 @@ def peer_command(
             "--out", "-o", help="Folder; resumes if it holds saved state \\[runs/peers/ID]."
         ),
     ] = None,
-    ca: Annotated[Path | None, typer.Option(help="PEM: the CA that peers trust.")] = None,
-    cert: Annotated[Path | None, typer.Option(help="PEM: this peer's certificate.")] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM: its private key.")] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     wait: Annotated[
         bool,
         typer.Option(
@@ -87,11 +86,8 @@ def peer_command(
     Give all peers the same settings. Ctrl-C shuts down cleanly; the same command resumes.
     """
     require_network()
-    files = [file for file in (ca, cert, key) if file is not None]
-    if len(files) not in (0, 3):
-        raise PolytempoError("mutual TLS needs all of --ca, --cert and --key")
-    certificates = Certificates(*files) if files else None
-    if certificates is None and not all(map(is_local, listen)):
+    files = certificates(ca, cert, key)
+    if files is None and not all(map(is_local, listen)):
         notes.print(
             "[yellow]no certificates[/]: anyone who can reach this address can take part, and read "
             "the models; see `polytempo certs`"
@@ -108,7 +104,7 @@ def peer_command(
         found = run_peer(
             _settings(config, strategy, settings),
             id,
-            Address(listen, connect or (), certificates),
+            Address(listen, connect or (), files),
             out.expanduser() if out else Path("runs/peers") / id,
             run=run,
             client=client,

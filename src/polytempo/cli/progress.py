@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from polytempo.cli.console import notes
-from polytempo.core.events import Evaluate, Event
+from polytempo.experiments.jobs import Report, reporting
 from polytempo.experiments.run import Attach
-from polytempo.simulation import Engine
-from polytempo.simulation.engine import Observer
-
-_INTERVAL = 0.1  # seconds between two looks at a run: events come faster than the screen changes
 
 
 class RunProgress:
-    """One bar per run; they appear with the first of them."""
+    """One bar per run; they appear with the first of them. `updates`: of all runs together, which
+    then have a bar of their own, with the time left."""
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool, updates: int | None = None) -> None:
         self._bars = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -29,6 +32,9 @@ class RunProgress:
             console=notes,
             disable=quiet,
         )
+        self._whole: TaskID | None = None
+        if updates:
+            self._whole = self._bars.add_task("all runs", total=updates, state="")
 
     def __enter__(self) -> Self:
         return self
@@ -38,26 +44,22 @@ class RunProgress:
             self._bars.stop()
 
     def watch(self, label: str) -> Attach:
-        """A bar with rounds, simulated time and the latest value of the metric."""
+        """A bar for a run in this process."""
+        return reporting(self.bar(label))
 
-        def attach(simulator: Engine, rounds: int) -> Observer:
-            bar = self._bars.add_task(label, total=rounds, state="")
-            self._bars.start()
+    def bar(self, label: str) -> Report:
+        """A bar with updates, simulated time and the latest value of the metric."""
+        bar: TaskID | None = None
+        before = 0
 
-            shown = 0.0
+        def report(done: int, rounds: int, state: str) -> None:
+            nonlocal bar, before
+            if bar is None:
+                bar = self._bars.add_task(label, total=rounds, state="")
+                self._bars.start()
+            self._bars.update(bar, completed=done, state=state)
+            if self._whole is not None:
+                self._bars.advance(self._whole, done - before)
+            before = done
 
-            def observe(event: Event | None = None) -> None:
-                nonlocal shown
-                due = event is None or isinstance(event, Evaluate)
-                if not due and monotonic() < shown + _INTERVAL:
-                    return
-                shown = monotonic()
-                metric, history = simulator.metric, simulator.history
-                value = metric.text(history[-1][metric.name] if history else None)
-                state = f"t={simulator.time:,.1f}s  {metric.name} {value}"
-                self._bars.update(bar, completed=simulator.round, state=state)
-
-            observe()
-            return observe
-
-        return attach
+        return report

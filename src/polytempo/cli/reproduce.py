@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +14,7 @@ from polytempo.cli.console import complain, interrupted, listing, output, print_
 from polytempo.cli.options import Json
 from polytempo.cli.progress import RunProgress
 from polytempo.cli.settings import with_settings
+from polytempo.experiments.jobs import Watch
 from polytempo.experiments.paper_report import write_report
 from polytempo.experiments.paper_specs import (
     QUICK,
@@ -20,7 +23,15 @@ from polytempo.experiments.paper_specs import (
     experiments,
     load_experiment,
 )
-from polytempo.experiments.reproduce import Place, asides, carry_out, collect, legend, table
+from polytempo.experiments.reproduce import (
+    Place,
+    asides,
+    carry_out,
+    collect,
+    legend,
+    table,
+)
+from polytempo.training.executors.processes import cores
 
 
 @with_settings("data_dir", "workers")
@@ -35,6 +46,10 @@ def reproduce_command(
     ] = None,
     only: Annotated[
         str | None, typer.Option(help="Run only these rows: pace,fedavg,standalone \\[all].")
+    ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="Another reading of the paper, such as afl-lib \\[as its text says]."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Another model, such as resnet18 \\[the experiment's].")
@@ -53,6 +68,10 @@ def reproduce_command(
             "--quick", help="Scaled down: takes minutes, not comparable to the paper.", metavar=""
         ),
     ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", min=1, help="Runs at once, a core each \\[processors]."),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Output folder; finished runs in it are reused.")
     ] = Path("runs/reproduce"),
@@ -68,21 +87,31 @@ def reproduce_command(
     if experiment is None:
         _list_experiments(as_json)
         return
-    chosen = load_experiment(experiment, model, rounds)
+    chosen = load_experiment(experiment, model, rounds, variant)
     columns, rows = choose_columns(chosen, dataset, partition), choose_rows(chosen, only)
     place = Place(out.expanduser(), chosen, quick)
-    with RunProgress(quiet=as_json) as progress:
-        complete, failed = carry_out(
-            place,
-            columns,
-            rows,
-            range(first_seed, first_seed + seeds),
-            watch=lambda label, seed: progress.watch(f"{label} seed {seed}"),
-            **settings,
-        )
+    jobs = jobs or cores()
+    if jobs > 1:
+        settings.setdefault("workers", 1)
+
+    @contextmanager
+    def progress(updates: int) -> Iterator[Watch]:
+        with RunProgress(quiet=as_json, updates=updates) as bars:
+            yield bars.bar
+
+    complete, failed = carry_out(
+        place,
+        columns,
+        rows,
+        range(first_seed, first_seed + seeds),
+        progress,
+        jobs,
+        **settings,
+    )
     folders = []
     for name in dict.fromkeys(column.partition("/")[0] for column in columns):
         again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
+        again += f" --variant {variant}" if variant else ""
         again += f" --model {model}" if model else ""
         again += f" --rounds {rounds}" if rounds else ""
         folders.append(write_report(place, name, again))

@@ -69,7 +69,7 @@ def run_command(
     if as_json:
         output.print_json(data=result.summary)
     else:
-        _show(result, folder)
+        show_run(result, folder)
     if not result.summary["complete"]:
         interrupted(f"polytempo run --resume {folder}")
 
@@ -87,13 +87,13 @@ def _free_folder(config: RunConfig) -> Path:
             folder, number = Path(f"{stem}-{number}"), number + 1
 
 
-def _show(result: RunResult, folder: Path) -> None:
-    for key, value in _about(result, folder).items():
+def show_run(result: RunResult, folder: Path) -> None:
+    for key, value in about_run(result, folder).items():
         line = f"{key:>20}  [bold]{escape(value)}[/]"
         output.print(line, highlight=False, soft_wrap=True)
 
 
-def _about(result: RunResult, folder: Path) -> dict[str, str]:
+def about_run(result: RunResult, folder: Path) -> dict[str, str]:
     """What is shown of a run at its end."""
     summary, metric = result.summary, result.metric
     name = metric.name
@@ -107,7 +107,7 @@ def _about(result: RunResult, folder: Path) -> dict[str, str]:
         f"{name}, adapted": metric.text(result.adapted),
         f"{name}, newcomers": late,
         "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
-        "simulated time": f"{summary['simulated_time']:,.1f} s for {summary['arrivals']} "
+        result.clock: f"{result.seconds_taken:,.1f} s for {summary['arrivals']} "
         + ("local rounds" if "exchange" in sent else "updates"),
         "staleness": f"{summary['staleness_mean']:.1f} updates on average"
         if summary["staleness"]
@@ -118,9 +118,11 @@ def _about(result: RunResult, folder: Path) -> dict[str, str]:
         else f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
         f"{sent['multicast']} multicast",
         "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
-        f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}",
+        f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}"
+        if "training" in wall  # clients of a fleet train elsewhere
+        else "-",
         "trained": summary["backend"],
-        "fingerprint": summary["fingerprint"],
+        "fingerprint": summary["fingerprint"] or "-",
         "folder": str(folder),
     }
     if found := summary.get("diagnosis"):
@@ -128,6 +130,6 @@ def _about(result: RunResult, folder: Path) -> dict[str, str]:
         rows["what hurts"] = ", ".join(f"{part} {found[part]:.2g}" for part in parts) + (
             f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
         )
-    rare = (f"{name}, newcomers", "clusters", "staleness")
+    rare = (f"{name}, newcomers", "clusters", "staleness", "wall time", "fingerprint")
     nothing = [key for key in rare if rows[key] == "-"]
     return {key: value for key, value in rows.items() if key not in nothing}

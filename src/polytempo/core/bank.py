@@ -41,7 +41,7 @@ Pass = Callable[[Tensor, FloatArray, int], FloatArray]
 Kernel = Callable[[Tensor, Measure], Pass]
 
 BLOCK = 2**26  # bytes in a block, about
-SHARD = 2**22  # bytes of a large bank that are taken at a time, about, but four rows at least
+SHARD = 2**20  # numbers of a large bank that are taken at a time, about, but four rows at least
 SMALL = 2**16  # numbers of a bank that is worked on in one piece
 ALIGN = 16  # rows begin at multiples of it: the last bits of a sum depend on the alignment
 
@@ -75,7 +75,7 @@ class Storage:
     `kernel`, `spread`: compiled code for large banks, which is asked for when it is first needed
     (None: there is none), and threads for them; both in `polytempo.native.sweep`. Threads do not
     change a bit. Compiled code takes sums in another order than torch, and draws other random
-    numbers for the rounding. `large`: the bytes from which on they pay.
+    numbers for the rounding. `large`: from how many numbers on they pay.
     """
 
     bits: Literal[8, 16, 32] = 32
@@ -83,7 +83,7 @@ class Storage:
     seed: int = 0
     kernel: Callable[[], Kernel | None] = no_kernel
     spread: Spread = in_turn
-    large: int = 2**24
+    large: int = 2**22
 
     def format(self, dtype: torch.dtype) -> Exact:
         """How vectors of that type are written down."""
@@ -121,8 +121,7 @@ class ModelBank:
         self._tiles = Tiles(size, initial.dtype, self._format)
         self._stored: int = self._format.place(slice(0, size)).stop  # length of a row, as kept
         self._stride = -(-self._stored // ALIGN) * ALIGN
-        self._bytes = self._stride * self._format.dtype.itemsize  # of a row
-        rows = max(BLOCK // self._bytes, self._tiles.rows)
+        rows = max(BLOCK // (self._stride * self._format.dtype.itemsize), self._tiles.rows)
         self._block_rows = min(clients, rows)
         self._blocks: list[Tensor] = []
         self._write(0, initial - self.origin)
@@ -201,11 +200,12 @@ class ModelBank:
 
     def _pass(self, moved: Tensor, shares: FloatArray, measure: Measure) -> tuple[FloatArray, ...]:
         """`Tiles.sweep` over all rows, or the same by compiled code."""
-        large = self._distinct * self._bytes >= self.storage.large
-        small = self._distinct * len(moved) <= SMALL and len(self._blocks) == 1 and not large
+        numbers = self._distinct * len(moved)
+        large = numbers >= self.storage.large
+        small = numbers <= SMALL and len(self._blocks) == 1 and not large
         if small and not self._format.rounds and measure in ("cosine", "inner"):
             return self._small_pass(moved, shares)
-        longest = max(SHARD // self._bytes, 4) if large else self._block_rows
+        longest = max(SHARD // len(moved), 4) if large else self._block_rows
         spread = self.storage.spread if large else in_turn
         kernel = self.storage.kernel() if large and moved.dtype == torch.float32 else None
         if kernel is None:

@@ -1,4 +1,4 @@
-"""What a client does before and after its local steps.
+"""What a client does before and after its local steps, and whenever it uses its model.
 
 A client step is plain data: it travels with the task. It says what it uploads, what it keeps and
 what it costs, and is handed the training session in which it takes part. Steps are done in the
@@ -18,8 +18,8 @@ order in which the task names them; `before` again when a multicast brings a new
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -29,10 +29,15 @@ from torch import Tensor
 from polytempo.core.masks import largest, pack
 from polytempo.core.registry import Options, Registry
 
+if TYPE_CHECKING:
+    from polytempo.core.task import Task
+
 
 class Session(Protocol):
     """What a step may look at and change in a client's training (`polytempo.training.session`)."""
 
+    task: Task  # what the client is asked to do
+    samples: int  # training samples of the client
     received: Tensor  # the model to train, as it travels
     vectors: Mapping[str, Tensor]  # what came with it
     memory: dict[str, Tensor]  # what the client remembers from one training to the next: vectors
@@ -45,11 +50,37 @@ class Session(Protocol):
         ...
 
     def begin(self, model: Tensor) -> None:
-        """Train this model instead."""
+        """Train this model instead, as if it were the one that was received."""
         ...
 
     def trained(self) -> Tensor:
         """The model as it is now, as it would travel."""
+        ...
+
+    def put(self, model: Tensor) -> None:
+        """Make this the model as it is now: before the local steps, where they start; after them,
+        what is uploaded. `received` stays as it was."""
+        ...
+
+    def train(
+        self,
+        model: Tensor,
+        task: Task,
+        name: str,
+        *,
+        anchor: Tensor | None = None,
+        frozen: Tensor | None = None,
+    ) -> Tensor:
+        """What becomes of another model if it is trained as this task says, apart from the
+        session's own: the upload. `name` names its random numbers, `anchor` is what its objective
+        refers to (default: the model itself), `frozen` is as above. The task's client steps are
+        left out, except for what they add to the outputs. The client's own part is used as it
+        is."""
+        ...
+
+    def places(self, part: str) -> Tensor:
+        """Which numbers of a model, as it travels, belong to that part of it: head, norm, body or a
+        pattern of parameter names."""
         ...
 
     def loss(self, model: Tensor) -> float:
@@ -69,6 +100,7 @@ class ClientStep(Options):
     """Base of the steps: each of its parts does nothing."""
 
     name: ClassVar[str] = ""
+    offset_in_use: ClassVar[bool] = True  # False: what it adds to the outputs is for training alone
 
     @property
     def uploads(self) -> Mapping[str, int]:
@@ -86,11 +118,48 @@ class ClientStep(Options):
         """What the work of the training is multiplied by."""
         return 1.0
 
+    def work(self, task: Task, samples: int) -> float:
+        """Samples that it pushes through the model in addition to the training, given the task of
+        which it is a step and the client's training samples."""
+        return 0.0
+
     def before(self, session: Session) -> None:
         """A model has come, and no local step has been taken on it."""
 
     def after(self, session: Session) -> None:
         """All local steps have been taken."""
+
+    def offset(self, targets: Tensor, outputs: int) -> Tensor | None:
+        """What is added to the model's outputs whenever this client trains or (`offset_in_use`)
+        uses it, given the targets of its training samples and the number of outputs; None:
+        nothing."""
+        return None
+
+    def use(self, served: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
+        """The model, as it travels, that the client uses when it is served this one. (`memory` has
+        what the step keeps once the client has been trained.)"""
+        return served
+
+    def answer(self, outputs: Tensor, features: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
+        """What takes the place of the model's outputs for some samples when the client uses it,
+        given their features (what enters the last linear layer). `known`: features and targets of
+        the client's training samples."""
+        return outputs
+
+
+def in_use(steps: Iterable[ClientStep]) -> tuple[ClientStep, ...]:
+    """Those of the steps that have a say in how a client uses its model."""
+    steps = tuple(steps)
+    added = with_offset(steps)
+    plain = ClientStep.use, ClientStep.answer
+    return tuple(s for s in steps if s in added or (type(s).use, type(s).answer) != plain)
+
+
+def with_offset(steps: Iterable[ClientStep]) -> tuple[ClientStep, ...]:
+    """Those that add to its outputs in use, which any further training must take into account."""
+    return tuple(
+        step for step in steps if step.offset_in_use and type(step).offset is not ClientStep.offset
+    )
 
 
 CLIENT_STEPS: Registry[ClientStep] = Registry("client step", ClientStep)
@@ -154,6 +223,53 @@ class Mask(ClientStep):
         mask[:trained] = largest(session.received[:trained], self.share)
         session.frozen = ~mask[:trained]
         session.extras["mask"] = pack(mask)
+
+
+@CLIENT_STEPS.register("prior")
+class Prior(ClientStep):
+    """The client's own label prior: the logarithm of how frequent each label is among its training
+    samples is added to the model's outputs, in training and in use. What the model itself learns is
+    then what tells labels apart, whoever has many or few of them; and the client, which knows its
+    labels, need not learn them. Label counts never leave the client.
+
+    `smoothing` is added to each count, so that a label that the client does not have is unlikely,
+    not impossible. For problems other than classification it does nothing."""
+
+    smoothing: Annotated[float, Field(gt=0)] = 0.1
+
+    def offset(self, targets: Tensor, outputs: int) -> Tensor | None:
+        if targets.dim() != 1 or targets.is_floating_point():
+            return None
+        counts = torch.bincount(targets.cpu(), minlength=outputs).double() + self.smoothing
+        return (counts / counts.sum()).log().float()
+
+
+@CLIENT_STEPS.register("line")
+class Line(ClientStep):
+    """A line of the client's own above the shared model: how far its trainings have moved from the
+    model that it was sent, as a mean over about the last `memory` of them. In use, the client adds
+    this `share` of it to the model that it is served. It never leaves the client."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    memory: Annotated[int, Field(ge=1)] = 4
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        return ("line", "line.trainings")
+
+    def after(self, session: Session) -> None:
+        moved = session.trained() - session.received
+        if "line" not in session.memory:
+            session.memory["line"] = moved
+            session.memory["line.trainings"] = torch.ones(1)
+            return
+        trainings = session.memory["line.trainings"] + 1
+        weight = 1 / min(float(trainings), self.memory)
+        session.memory["line"] = torch.lerp(session.memory["line"], moved, weight)
+        session.memory["line.trainings"] = trainings
+
+    def use(self, served: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
+        return served + self.share * memory["line"] if "line" in memory else served
 
 
 def principal_directions(features: Tensor, count: int) -> Tensor:

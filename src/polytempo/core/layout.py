@@ -10,6 +10,8 @@ afresh with every model that is loaded.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -91,7 +93,10 @@ class Layout:
             raise PolytempoError(f"all parameters must have the same type, got {dtype} and others")
 
         # what travels, in order: two layouts with the same names mean the same by a vector
-        self.shared_names = [n for n, _ in (*parameters, *moving) if n not in personal]
+        travelling = [(n, tensor) for n, tensor in (*parameters, *moving) if n not in personal]
+        self.shared_names = [name for name, _ in travelling]
+        self._shared_sizes = [tensor.numel() for _, tensor in travelling]
+        self.shared_shapes = [list(tensor.shape) for _, tensor in travelling]
 
         def of(found: list[tuple[str, Tensor]], mine: bool) -> list[Tensor]:
             return [tensor for name, tensor in found if (name in personal) == mine]
@@ -126,6 +131,18 @@ class Layout:
         self._first_personal = self.split(self.vector)[1]
 
     @property
+    def tensors(self) -> list[int]:
+        """How long the shared trained tensors are that a model as it travels begins with."""
+        places = [place for _, place in self.trained]  # the shared ones come first
+        return [p.stop - p.start for p in places if p.stop <= self.parameters]
+
+    @property
+    def digest(self) -> str:
+        """Of the names and shapes of what travels, by which two machines know that they mean the
+        same by a vector."""
+        return digest_of(zip(self.shared_names, self.shared_shapes, strict=True))
+
+    @property
     def initial_personal(self) -> Tensor:
         """The part that stays with a client, as it begins: on the CPU, as everything that is not
         being trained."""
@@ -155,11 +172,35 @@ class Layout:
         shared, own = (torch.cat([whole[p] for p in parts]) for parts in (self._shared, self._own))
         return shared, own
 
+    def places(self, part: str) -> Tensor:
+        """Which numbers of a model, as it travels, belong to that part (head, norm, body, or a
+        pattern of names): none if it does not travel."""
+        found = _matching(self.module, [part], "part")
+        each = [name in found for name in self.shared_names]
+        return torch.tensor(each).repeat_interleave(torch.tensor(self._shared_sizes))
+
     # -- the module --------------------------------------------------------------------------------
 
     def load(self, shared: Tensor, personal: Tensor | None = None) -> None:
         """Make the module the model that the vector(s) describe."""
         self.load_whole(shared if not self.personal else self.join(shared, personal))
+
+    def state(
+        self, shared: Tensor, personal: Tensor | None = None, offset: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The model that the vector(s) describe as a state dict. What is added to its outputs
+        (a label prior) goes into the biases of the last linear layer."""
+        self.load(shared, personal)
+        found = {name: value.cpu().clone() for name, value in self.module.state_dict().items()}
+        if offset is not None:
+            bias = f"{head_of(self.module)}bias"
+            if bias not in found or found[bias].shape != offset.shape:
+                raise PolytempoError(
+                    f"the last linear layer of {type(self.module).__name__} has no biases that "
+                    "could hold the client's label prior; give it biases"
+                )
+            found[bias] += offset.cpu()
+        return found
 
     def load_whole(self, whole: Tensor, counters: Sequence[Tensor] | None = None) -> None:
         """The same, given the vector that `join` makes; and, to continue a training, `counters`
@@ -187,6 +228,12 @@ class Layout:
                 layer.eval()
 
 
+def digest_of(shared: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Of what travels: names and shapes, in order."""
+    text = json.dumps([[name, list(shape)] for name, shape in shared])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[str]:
     """The names of parameters and buffers that the patterns stand for. What has several names (tied
     weights) is called by its first."""
@@ -196,7 +243,7 @@ def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[st
     found: set[str] = set()
     for pattern in patterns:
         if pattern in (HEAD, BODY):
-            head = {f"{_head(module)}{name}" for name in ("weight", "bias")} & names.keys()
+            head = {f"{head_of(module)}{name}" for name in ("weight", "bias")} & names.keys()
             tied = {names[name] for name in head}
             matches = head if pattern == HEAD else {n for n in names if names[n] not in tied}
         elif pattern == NORM:
@@ -214,7 +261,7 @@ def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[st
     return found
 
 
-def _head(module: nn.Module) -> str:
+def head_of(module: nn.Module) -> str:
     """The prefix of the names in the last linear layer."""
     layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not layers:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from polytempo.core.task import Task
+from polytempo.core.task import TASKS, Task
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,20 @@ class InFlights(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[InFlight]: ...
+
+
+def dispatch_state(dispatch: Dispatch) -> dict[str, Any]:
+    """A dispatch as checkpoints hold it."""
+    return {
+        "client": dispatch.client,
+        "number": dispatch.number,
+        "params": dispatch.params,
+        "task": TASKS.describe(dispatch.task),
+        "preempt": dispatch.preempt,
+        "vectors": dict(dispatch.vectors),
+    }
+
+
+def read_dispatch(found: Mapping[str, Any]) -> Dispatch:
+    """What `dispatch_state` described."""
+    return Dispatch(**{**found, "task": TASKS.create(found["task"])})

@@ -19,11 +19,12 @@ RESERVED = (  # columns of a history, keys of result.json and attributes of a re
     *("announce", "claim", "peer", "iteration", "factor", "iterations", "fusion_effect"),
     *("announcements", "fusions", "seconds", "id", "run", "target", "client", "failed"),
     *("strategy", "options", "seed", "complete", "federation", "metric", "simulated_time"),
-    *("clusters", "cluster_purity", "cluster_ari", "diagnosis", "peers", "time_to"),
+    *("clusters", "unclustered", "cluster_purity", "cluster_ari", "diagnosis", "peers", "time_to"),
     *("convergence_time", "arrivals", "staleness_mean", "staleness", "parameters"),
     *("wall_seconds", "backend", "trained_in_vain", "peak_rss_mb", "fingerprint"),
     *("summary", "history", "simulator", "interrupted", "value", "adapted", "final", "curve"),
-    *("plot", "model"),
+    *("plot", "model", "fine_tuned", "adaptation_time", "clock", "seconds_taken", "extensions"),
+    "all_extensions",
 )
 _SMALL, _LARGE = 1e-4, 1e7  # beyond these, numbers are written with an exponent
 

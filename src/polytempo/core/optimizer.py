@@ -38,6 +38,9 @@ class Optimizer(Options):
         """Take the step that the gradient calls for."""
         raise NotImplementedError
 
+    def end(self, theta: Tensor, moments: Moments) -> None:
+        """No further step will be taken."""
+
 
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", Optimizer)
 
@@ -60,6 +63,12 @@ class Sgd(Optimizer):
         else:
             total.copy_(grad)
         theta.sub_(total, alpha=lr)
+
+    def mean_gradient(self, way: Tensor, momentum: Tensor, steps: int, lr: float) -> Tensor:
+        """The mean of the gradients of `steps` steps at one rate, concluded from the way that they
+        led (`theta` at the end minus at the start) and the momentum that is left: with V the sum of
+        all v, the gradients add up to `V - momentum (V - v)`."""
+        return torch.lerp(way / -lr, momentum, self.momentum) / steps
 
 
 @OPTIMIZERS.register("adam")

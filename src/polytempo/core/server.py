@@ -23,7 +23,7 @@ Theory of operation
    What is refused leaves no trace.
 6. A message costs the same however many clients exist or are in training. `open` is kept in
    the order of the last dispatch, so that it is ordered by staleness without being sorted; and one
-   of the idle clients is drawn without listing them (`core/idle.py`).
+   of the idle clients is drawn without listing them (`core/clients.py`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from polytempo.core.clients import ClientSet
 from polytempo.core.errors import PolytempoError, Refused
-from polytempo.core.idle import IdleClients
 from polytempo.core.messages import (
     Action,
     Dispatch,
@@ -49,9 +50,10 @@ from polytempo.core.messages import (
 )
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Constant, Schedule
-from polytempo.core.strategy import STRATEGIES, Context, Refill, State, Strategy
+from polytempo.core.strategy import STRATEGIES, Context, IntArray, Refill, State, Strategy
 from polytempo.core.task import TASKS, Task
 
+MOST_SAMPLES = 10**9  # of a client: sums that are weighted by them are finite
 MANY = 1_000  # clients: among more, trying a few is quicker than finding a rank
 
 
@@ -92,33 +94,40 @@ class Server:
             )
         self.round = 0
         self.version = 0
-        self.members: set[int] = set()
-        self.known: set[int] = set()  # who is, or has been, a member
-        self.idle = IdleClients(context.clients)  # members that are not in training
+        self.members = ClientSet(context.clients)
+        self.known = ClientSet(context.clients)  # who is, or has been, a member
+        self.idle = ClientSet(context.clients)  # members that are not in training
         # By client; who was sent something last comes last, in earlier rounds by id. (A plain dict
         # is slow at its beginning once many entries there are gone.)
         self.open: OrderedDict[int, list[Open]] = OrderedDict()
         self.dispatches = 0  # sent so far
         strategy.setup(context)
         task = strategy.task(0)
-        if task.upload == "gradient":
+        if task.upload in ("gradient", "path"):
             task.plain_sgd(STRATEGIES.describe(strategy)["name"])
 
     # -- what happens to clients ---------------------------------------------------------------
 
     def join(self, clients: Iterable[int]) -> list[Action]:
         """These clients are here (for the first time, or again)."""
-        joining = set(clients)
-        if joining and not 0 <= min(joining) <= max(joining) < self.context.clients:
-            wrong = min(joining) if min(joining) < 0 else max(joining)
-            raise PolytempoError(
-                f"client {wrong} cannot join: ids go from 0 to {self.context.clients - 1}"
-            )
-        new = sorted(joining - self.known) if self.round and self.refill != "cohort" else []
-        self.members |= joining
-        self.known |= joining
-        self.idle.add_all(joining - self.open.keys())
+        joining = np.unique(np.fromiter(clients, np.int64))
+        for wrong in (*joining[:1].tolist(), *joining[-1:].tolist()):
+            if not 0 <= wrong < self.context.clients:
+                raise PolytempoError(
+                    f"client {wrong} cannot join: ids go from 0 to {self.context.clients - 1}"
+                )
+        new: list[int] = []
+        if self.round and self.refill != "cohort":
+            new = [client for client in joining.tolist() if client not in self.known]
+        self.members.add_all(joining)
+        self.known.add_all(joining)
+        self.idle.add_all(self._not_in_training(joining))
         return [*(self._send(client, self.strategy.model_for) for client in new), *self._fill()]
+
+    def _not_in_training(self, clients: IntArray) -> IntArray:
+        if not self.open:  # there may be a million of them
+            return clients
+        return np.array([c for c in clients.tolist() if c not in self.open], dtype=np.int64)
 
     def leave(self, client: int) -> list[Action]:
         """This client is gone; if it was training, its update is lost."""
@@ -140,7 +149,7 @@ class Server:
 
     def receive(self, update: Update) -> list[Action]:
         """Fold an update in, or raise `Refused` and change nothing."""
-        sent = self._check(update)
+        sent = self.check(update)
         update = Update(
             update.client, update.number, update.vector, update.samples, update.extras, sent.task
         )
@@ -228,8 +237,8 @@ class Server:
         self.strategy.dispatched(dispatch)
         return dispatch
 
-    def _check(self, update: Update) -> Open:
-        """The dispatch that the update answers."""
+    def check(self, update: Update) -> Open:
+        """The dispatch that the update answers; `Refused` if it answers none, or is bad."""
         client, number = update.client, update.number
         if client not in self.members and client not in self.open:
             raise Refused(f"client {client} never joined (or has left): it must join first")
@@ -272,8 +281,11 @@ class Server:
                     f"client {client} sent {name!r} of shape {list(extra.shape)}, expected "
                     f"{rows} rows of finite numbers"
                 )
-        if update.samples < 1:
-            raise Refused(f"client {client} claims {update.samples} samples; expected 1 or more")
+        if not 1 <= update.samples <= MOST_SAMPLES:
+            raise Refused(
+                f"client {client} claims {update.samples} samples; expected 1 or more, and at most "
+                f"{MOST_SAMPLES:,}"
+            )
         return answered[0]
 
     # -- checkpoints ---------------------------------------------------------------------------
@@ -284,8 +296,8 @@ class Server:
         return {
             "round": self.round,
             "version": self.version,
-            "members": sorted(self.members),
-            "known": sorted(self.known),
+            "members": list(self.members),
+            "known": list(self.known),
             "open": [
                 [client, [sent.state() for sent in all_sent]]
                 for client, all_sent in self.open.items()
@@ -297,13 +309,15 @@ class Server:
     def load_state_dict(self, state: State) -> None:
         """Continue from `state`."""
         self.round, self.version = state["round"], state["version"]
-        self.members, self.known = set(state["members"]), set(state["known"])
+        self.members, self.known, self.idle = (ClientSet(self.context.clients) for _ in range(3))
+        members = np.array(state["members"], dtype=np.int64)
+        self.members.add_all(members)
+        self.known.add_all(np.array(state["known"], dtype=np.int64))
         self.open = OrderedDict(
             (client, [Open(n, r, v, TASKS.create(task)) for n, r, v, task in all_sent])
             for client, all_sent in state["open"]
         )
-        self.idle = IdleClients(self.context.clients)
-        self.idle.add_all(self.members - self.open.keys())
+        self.idle.add_all(self._not_in_training(members))
         self.dispatches = state["dispatches"]
         self.strategy.load_state_dict(state["strategy"])
 

@@ -6,6 +6,7 @@ saved and resumed. It has two short lists of hooks:
 
 Notifications say what has happened, and may change it.
     setup(context)          once, before anything else
+    enrolled(client)        in a fleet: its number of samples is known from now on
     fold(update, staleness) an update is in
     lost(client)            what the client was training will never come
     left(client)            the client is gone
@@ -62,7 +63,8 @@ from polytempo.core.task import Task
 
 IntArray = NDArray[np.int64]
 Refill = Literal["idle", "same", "cohort"]
-Kind = Literal["server", "peers"]  # of engine: clients around a server, or peers among each other
+# Of engine: clients around a server, peers among each other, or what both are compared with.
+Kind = Literal["server", "peers", "reference"]
 State = dict[str, Any]  # nested, with string keys; tensors, numpy arrays and JSON values
 
 
@@ -110,6 +112,8 @@ class Strategy(Options):
     refill: ClassVar[Refill] = "idle"  # who is started when a slot falls free, unless overridden
     all_slots: ClassVar[bool] = False  # every client trains all the time, unless refill is set
     single_model: ClassVar[bool] = False  # everybody is handed the same model
+    personal: ClassVar[tuple[str, ...]] = ()  # what stays with its client, unless a run says more
+    to_fine_tune: ClassVar[bool] = False  # what is served is for clients to fine-tune, not to use
     communicates: ClassVar[bool] = True  # False: nothing travels (local training alone)
     state: ClassVar[tuple[str, ...]] = ()  # attributes that change from update to update
 
@@ -118,6 +122,10 @@ class Strategy(Options):
     def setup(self, context: Context) -> None:
         """Prepare for a run. Called once, before anything else."""
         self.context = context
+
+    def enrolled(self, client: int) -> None:
+        """The client, unknown before, has enrolled in a fleet: `context.samples` has its number of
+        samples from now on. (In a simulation all are known from the beginning.)"""
 
     def rounds_of_run(self, given: int, clients: int) -> int:
         """How many rounds a run has if this many were asked for."""

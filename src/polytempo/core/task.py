@@ -28,8 +28,11 @@ class Task(Options):
     `optimizer` starts afresh with every dispatch, unless `keep_optimizer`: then a client keeps its
     moments from one training to the next, and over a multicast.
     `upload` says what comes back: the trained model, its difference from the received one
-    ("delta"), or the gradient of the first mini-batch with no step taken ("gradient"; weight decay
-    and the objective's pull included).
+    ("delta"), the gradient of the first mini-batch with no step taken ("gradient"), or the mean of
+    the gradients of all its steps ("path"). Weight decay and the objective's pull are part of
+    gradients.
+    `own_epochs`, where given, trains a model in two parts: the client's own part alone for so many
+    epochs (0: never), then the shared part alone for `epochs` or `steps`.
     `client_steps` is what the client does before and after its local steps.
     """
 
@@ -45,7 +48,8 @@ class Task(Options):
     objective: Annotated[Objective, BeforeValidator(OBJECTIVES.create)] = field(
         default_factory=Plain
     )
-    upload: Literal["model", "delta", "gradient"] = "model"
+    upload: Literal["model", "delta", "gradient", "path"] = "model"
+    own_epochs: Annotated[int, Field(ge=0)] | None = None
     client_steps: tuple[Annotated[ClientStep, BeforeValidator(CLIENT_STEPS.create)], ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,13 +102,19 @@ class Task(Options):
         """Steps of the whole task on a client with that many training samples."""
         if self.upload == "gradient":
             return 1
-        return self.steps if self.steps is not None else self.epochs * self.batches(samples)
+        shared = self.steps if self.steps is not None else self.epochs * self.batches(samples)
+        return self.own_steps(samples) + shared
+
+    def own_steps(self, samples: int) -> int:
+        """Of these, the first ones, that train the client's own part alone."""
+        return (self.own_epochs or 0) * self.batches(samples)
 
     def work(self, samples: int) -> float:
         """Samples that the client pushes through the model (for steps, batches of mean size):
         what simulated time is made of."""
         passes = self.total_steps(samples) / self.batches(samples)
-        return passes * samples * math.prod(step.cost for step in self.client_steps)
+        training = passes * samples * math.prod(step.cost for step in self.client_steps)
+        return training + sum(step.work(self, samples) for step in self.client_steps)
 
 
 TASKS: Registry[Task] = Registry("task", Task)

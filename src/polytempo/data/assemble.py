@@ -32,9 +32,16 @@ def verify(assignment: Assignment, clients: int, samples: int) -> None:
 
 
 def order_clients(
-    assignment: Assignment, labels: Array, given: Array | None, test_fraction: float, seed: int
+    assignment: Assignment,
+    labels: Array,
+    given: Array | None,
+    test_fraction: float,
+    seed: int,
+    recordings: Array | None = None,
+    validation: float = 0.0,
 ) -> tuple[Array, tuple[slice, ...], tuple[slice, ...]]:
-    """Positions in the order of the federation, and each client's slices of it."""
+    """Positions in the order of the federation, and each client's slices of it. With `validation`,
+    that fraction of the training samples takes the place of the test samples."""
     order: list[Array] = []
     train: list[slice] = []
     test: list[slice] = []
@@ -44,7 +51,15 @@ def order_clients(
         if apart.any() and not apart.all():
             parts = np.flatnonzero(~apart), np.flatnonzero(apart)
         else:
-            parts = split(labels[indices], test_fraction, rng(seed, "data", "split", client))
+            together = None if recordings is None else recordings[indices]
+            stream = rng(seed, "data", "split", client)
+            parts = split(labels[indices], test_fraction, stream, together)
+        if validation:
+            kept = parts[0]
+            stream = rng(seed, "data", "validation", client)
+            together = None if recordings is None else recordings[indices[kept]]
+            trained, tested = split(labels[indices[kept]], validation, stream, together)
+            parts = kept[trained], kept[tested]
         for part, slices in zip(parts, (train, test), strict=True):
             order.append(indices[part])
             slices.append(slice(at, at + len(part)))

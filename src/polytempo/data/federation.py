@@ -160,6 +160,7 @@ class Federation:
         data_dir: str | Path | None = None,
         limit: int | None = None,
         problem: str | None = None,
+        validation: float = 0.0,
     ) -> Federation:
         """A named data set, divided among clients. The seed decides everything.
 
@@ -176,13 +177,17 @@ class Federation:
         data_dir: folder with the data files; by default the environment variable POLYTEMPO_DATA.
         limit: use only that many samples, drawn at random.
         problem: what the targets in files of your own are for, where it cannot be guessed.
+        validation: for tuning: the test samples are left out, and this fraction of each client's
+            training samples takes their place.
         """
         pool = open_pool(name, Request(data_dir, clients, seed), problem)
         if isinstance(name, Mapping):
             title = spell(name)
         else:
             title = pool.name if is_path(name) else str(name)
-        return cls._divide(pool, title, clients, partition, shift, test_fraction, seed, limit)
+        return cls._divide(
+            pool, title, clients, partition, shift, test_fraction, seed, limit, validation
+        )
 
     @classmethod
     def from_pool(
@@ -288,6 +293,7 @@ class Federation:
         test_fraction: float,
         seed: int,
         limit: int | None,
+        validation: float = 0.0,
     ) -> Federation:
         pool = pool.subset(limit, seed)
         if partition is None:
@@ -313,10 +319,14 @@ class Federation:
         given = pool.test if natural else None
         # Only labels are stratified: bins of numbers would be too small inside one client.
         labels = pool.y if pool.problem == "classification" else np.zeros(len(pool.y))
-        order, train, test = order_clients(assignment, labels, given, test_fraction, seed)
+        order, train, test = order_clients(
+            assignment, labels, given, test_fraction, seed, pool.recordings, validation
+        )
         groups = true_groups(assignment, pool.groups)
         x, vocabulary = to_tensor(pool, order, train)
         about = [title, f"{clients} clients", spell(PARTITIONS.describe(divider))]
+        if validation:
+            about.append(f"{validation:.0%} of the training samples in place of the test samples")
         if pool.problem != "classification":
             about.insert(1, pool.problem)
         if shift is not None:

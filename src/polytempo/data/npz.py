@@ -126,21 +126,27 @@ def read_npz(path: str | Path, classes: int | None = None, problem: str | None =
 
 
 def _read_folder(folder: Path, classes: int | None, problem: str | None) -> Pool:
-    files = sorted(folder.glob("*.npz"), key=_by_number)
+    files = client_files(folder)
     if not files:
         raise PolytempoError(
             f"{folder}: holds no .npz file; expected one per client, with the arrays X and y"
         )
-    clients = []
-    for file in files:
-        arrays = _read(file)
-        client = [arrays["X"], arrays["y"]]
-        if ("X_test" in arrays) != ("y_test" in arrays):
-            raise PolytempoError(f"{file}: has only one of X_test and y_test; give both or neither")
-        if "X_test" in arrays:
-            client += [arrays["X_test"], arrays["y_test"]]
-        clients.append(client)
+    clients = [read_client(file) for file in files]
     return pool_clients(folder.name, clients, [str(file) for file in files], classes, problem)
+
+
+def client_files(folder: Path) -> list[Path]:
+    """The files of a folder with one per client, in the order of clients."""
+    return sorted(folder.glob("*.npz"), key=_by_number)
+
+
+def read_client(path: Path) -> list[Array]:
+    """What the file of one client holds: X and y, and X_test and y_test if it has them."""
+    arrays = _read(path)
+    if ("X_test" in arrays) != ("y_test" in arrays):
+        raise PolytempoError(f"{path}: has only one of X_test and y_test; give both or neither")
+    names = ("X", "y", "X_test", "y_test") if "X_test" in arrays else ("X", "y")
+    return [arrays[name] for name in names]
 
 
 def _read(path: Path) -> dict[str, Array]:

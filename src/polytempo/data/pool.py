@@ -18,7 +18,8 @@ TOKENS = 2**17  # integers from here on are taken for features that were not con
 
 @dataclass(frozen=True)
 class Pool:
-    """Samples with targets. `users`, `groups` and `test` say something about each sample.
+    """Samples with targets. `users`, `groups`, `test` and `recordings` say something about each
+    sample.
 
     outputs: how many numbers a model outputs, per sample or token.
     problem: what the targets are for (see `targets`).
@@ -31,6 +32,7 @@ class Pool:
     users: Array | None = None
     groups: Array | None = None  # the true group of each sample's user
     test: Array | None = None  # True where the owner of the data has set it apart for testing
+    recordings: Array | None = None  # samples of one overlap: none is trained on if one is tested
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     length: int = 128  # words kept of each text
@@ -51,6 +53,7 @@ class Pool:
             users=None if self.users is None else self.users[kept],
             groups=None if self.groups is None else self.groups[kept],
             test=None if self.test is None else self.test[kept],
+            recordings=None if self.recordings is None else self.recordings[kept],
         )
 
 

@@ -14,11 +14,13 @@ import numpy as np
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
+from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import RunConfig, difference, make_config, read_config
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
     CLUSTERS,
+    FINE_TUNED,
     RunResult,
     can_plot,
     read_result,
@@ -28,14 +30,21 @@ from polytempo.experiments.run import Attach, LastFederation, holds_run, resolve
 from polytempo.files import replace_text
 from polytempo.report import plot_curves, write_html
 from polytempo.simulation.metrics import models_sent
+from polytempo.strategies import STRATEGIES
 
-COLUMNS = {"clusters": "clusters", "cluster_purity": "purity", "cluster_ari": "rand index"}
+COLUMNS = {
+    "clusters": "clusters",
+    "unclustered": "in none",
+    "cluster_purity": "purity",
+    "cluster_ari": "rand index",
+}
 PLOTS = {  # of single runs that a comparison shows, too
     "graph.png": "collaboration graph",
     "clusters.png": "clusters",
     "similarity.png": "how alike clients are",
     "staleness.png": "staleness",
 }
+REFERENCES = ("standalone", "majority")
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
 
 
@@ -49,6 +58,7 @@ class Comparison:
     target: float | str  # of the metric, or the strategy whose best value is the target
     complete: bool
     failed: dict[str, str]  # strategies whose training diverged, and what was said of it
+    fine_tuned: bool = False  # whether methods with one model are shown fine-tuned, too
 
     def __post_init__(self) -> None:
         for label, found in self.results.items():
@@ -71,6 +81,16 @@ class Comparison:
         found = result.summary[f"{self.metric.name}_best"]
         return math.nan if found is None else float(found)
 
+    def rows(self) -> dict[str, list[RunResult]]:
+        """The results, and those of methods with one model, after fine-tuning, as further ones."""
+        found = dict(self.results)
+        for label, results in self.results.items() if self.fine_tuned else ():
+            tuned = [result.fine_tuned() for result in results if worth_tuning(result)]
+            known = [result for result in tuned if result is not None]
+            if known and len(known) == len(results):
+                found[label + FINE_TUNED] = known
+        return found
+
     def table(self) -> list[dict[str, str]]:
         """One row per strategy: mean and, over several seeds, spread."""
         metric, clustered = self.metric, known_of_clusters(self.results)
@@ -86,18 +106,27 @@ class Comparison:
                 "handed": spread([r.value for r in found], metric),
                 "best": spread([self._best(r) for r in found], metric),
                 "adapted": spread([r.adapted for r in found], metric, none="-"),
-                "worst 10%": spread([r.history[-1][worst] for r in found], metric),
-                "seconds": spread([r.summary["simulated_time"] for r in found]),
+                "worst 10%": spread([r.history[-1][worst] for r in found], metric, none="-"),
+                "seconds": spread([r.seconds_taken for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
                 **of_clusters(found, clustered),
                 "messages": spread([messages(r) for r in found], digits=0),
             }
-            for label, found in self.results.items()
+            for label, found in self.rows().items()
         ]
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Every run's result.json."""
-        return [result.summary for found in self.results.values() for result in found]
+        """Every run's result.json, and what it would be after fine-tuning."""
+        return [result.summary for found in self.rows().values() for result in found]
+
+
+def worth_tuning(result: RunResult) -> bool:
+    """Whether clients are handed one and the same model, or one that is made for fine-tuning."""
+    strategy = STRATEGIES[result.summary["strategy"]]
+    assert isinstance(strategy, type) and issubclass(strategy, Strategy)
+    return strategy.to_fine_tune or (
+        strategy.single_model and not strategy.family.endswith("personalised")
+    )
 
 
 def compare(
@@ -107,14 +136,18 @@ def compare(
     *,
     seeds: Sequence[int] = (0,),
     target: str | None = None,
+    fine_tuned: bool = False,
+    references: bool = False,
     watch: Watch | None = None,
 ) -> Comparison:
     """Run every strategy with every seed; what the folder already holds is not run again.
 
+    `fine_tuned`: methods with one model have a second row, for what clients have after fine-tuning
+    it, with the time that this takes. `references`: standalone and majority are rows, too.
     An interrupt ends the comparison after the run that it stopped; calling this again continues. A
     strategy whose training diverges is left out.
     """
-    labels = list(dict.fromkeys(strategies))
+    labels = list(dict.fromkeys((*strategies, *(REFERENCES if references else ()))))
     if not labels:
         raise PolytempoError("name at least one strategy; see `polytempo strategies`")
     configs = {
@@ -122,6 +155,8 @@ def compare(
         for seed in seeds
         for label in labels
     }
+    if fine_tuned and not next(iter(configs.values())).adapt_epochs:
+        raise PolytempoError("--fine-tuned needs epochs of fine-tuning: --adapt-epochs 5")
     results: dict[str, list[RunResult]] = {label: [] for label in labels}
     failed: dict[str, str] = {}
     complete, load = True, LastFederation()
@@ -145,7 +180,8 @@ def compare(
     finished = {label: found for label, found in results.items() if len(found) == len(seeds)}
     if isinstance(goal, str) and goal not in finished:
         goal = next(iter(finished), goal)
-    comparison = Comparison(finished, MetricInfo(**metric.about), goal, complete, failed)
+    about = MetricInfo(**metric.about)
+    comparison = Comparison(finished, about, goal, complete, failed, fine_tuned)
     if complete and finished:
         _write(folder, comparison, settings)
     return comparison
@@ -162,7 +198,7 @@ def settle(
         result = _continue(place, config, federation, observer)
     else:
         result = run(config, place, observer=observer, federation=federation)
-    return replace(result, simulator=None)
+    return replace(result, simulator=None, extensions=())
 
 
 def _continue(
@@ -216,7 +252,8 @@ def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, s
     line = {}
     for key in known:
         values = [result.summary.get(key) for result in found]
-        digits = 2 if key != "clusters" else 0 if len(values) == 1 else 1
+        counted = key in ("clusters", "unclustered")
+        digits = 2 if not counted else 0 if len(values) == 1 else 1
         unknown = not values or None in values
         line[COLUMNS[key]] = "-" if unknown else spread(values, digits=digits)
     return line

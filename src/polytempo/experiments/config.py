@@ -78,6 +78,11 @@ class RunConfig(BaseModel):
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.25, description="fraction of each client's samples held out for testing"
     )
+    validation: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="for tuning: judge by this fraction of each client's training samples, and "
+        "leave its test samples alone",
+    )
     limit: Annotated[int, Field(ge=1)] | None = Field(
         None, description="use only this many samples, drawn at random"
     )
@@ -97,7 +102,7 @@ class RunConfig(BaseModel):
         None,
         description="part of the model that stays with its client: head (the last linear layer), "
         "norm (normalisation layers), body (all but the head), or comma-separated patterns of "
-        "parameter names",
+        "parameter names (default: the strategy's own choice, mostly nothing)",
     )
     freeze: str | None = Field(
         None, description="part of the model that is never trained or sent; as for personal"
@@ -273,13 +278,25 @@ class RunConfig(BaseModel):
         """What is learned on these data."""
         return problem_for(federation, self.problem)
 
-    def parts(self) -> Parts:
-        """What of the model is not simply shared."""
-        split = {name: (getattr(self, name) or "").split(",") for name in ("personal", "freeze")}
-        personal, frozen = (
-            [word.strip() for word in words if word.strip()] for words in split.values()
-        )
+    def parts(self, strategy: Strategy | None = None) -> Parts:
+        """What of the model is not simply shared: as the run says, or else its strategy (the
+        object, if there is one)."""
+        strategy = strategy or self.make("strategy")
+        frozen = _words(self.freeze)
+        if self.personal is None:
+            return Parts(list(strategy.personal), frozen, self.buffers)
+        personal = _words(self.personal)
+        if strategy.personal and not personal:
+            raise PolytempoError(
+                f"{strategy.name} keeps a part of the model with its clients; name another than "
+                f"{','.join(strategy.personal)} with --personal, or use a strategy without"
+            )
         return Parts(personal, frozen, self.buffers)
+
+
+def _words(listed: str | None) -> list[str]:
+    """Of a comma-separated list."""
+    return [word.strip() for word in (listed or "").split(",") if word.strip()]
 
 
 EXECUTION = ("workers", "backend")  # has no influence on any result
@@ -288,7 +305,10 @@ EXECUTION = ("workers", "backend")  # has no influence on any result
 RESUMABLE = (*EXECUTION, *("rounds", "versions", "until", "check", "data_dir"))
 # What is filled in when a run begins, if it was left open.
 FILLED = ("data_dir", "clients", "partition", "slots", "refill", "eval_every")
-FEDERATION = ("data", "data_dir", "clients", "partition", "shift", "test_fraction", "limit")
+FEDERATION = (
+    *("data", "data_dir", "clients", "partition", "shift"),
+    *("test_fraction", "validation", "limit"),
+)
 TASK = ("epochs", "steps", "batch_size", "lr", "optimizer", "keep_optimizer")
 
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.strategy import Strategy
 from polytempo.experiments.config import RunConfig, make_config
+from polytempo.simulation.metrics import LAST
 from polytempo.strategies import STRATEGIES
 
 PAPERS = files("polytempo.experiments") / "papers"
@@ -29,9 +30,10 @@ QUICK = (
 )
 
 TUNED = (
-    "'Best' is the value of the grid with the best final accuracy, which is the one shown; it is "
-    "chosen on the test data themselves, for all methods alike. 'edge': the grid ends there, and a "
-    "value beyond might be better."
+    "'Best' is the value of the grid with which the runs shown were made: the one with the best "
+    "final accuracy on validation samples, a fifth of each client's training samples, in runs of "
+    "their own with the first seed. Values beyond the grid are tried as long as its end is best; "
+    "'edge': it still was after the last of them."
 )
 
 
@@ -56,7 +58,6 @@ class Dataset(_Part):
     remarks: tuple[str, ...] = ()
     comparable: bool = True  # False: another data set stands in for the paper's
     paper_model: str | None = None  # only with this model can figures be compared; None: with any
-    paper_rounds: int | None = None  # only at this length; None: at the experiment's own
 
 
 class Method(_Part):
@@ -68,6 +69,18 @@ class Method(_Part):
     grid: dict[str, tuple[float, ...]] = {}  # options, each with the values that are tried
     published_as: str | None = None  # the row whose published figures this one is compared with too
     remark: str | None = None
+
+
+class Variant(_Part):
+    """Another reading of the paper: settings in place of its own, for all or for single data sets,
+    methods in place of those of the same name, and how many of the last evaluations count."""
+
+    title: str
+    settings: dict[str, Any] = {}
+    datasets: dict[str, dict[str, Any]] = {}
+    methods: dict[str, Method] = {}
+    last: int = LAST
+    remarks: tuple[str, ...] = ()
 
 
 class Published(_Part):
@@ -114,6 +127,13 @@ class Experiment(_Part):
     quick: dict[str, Any]
     datasets: dict[str, Dataset]
     strategies: dict[str, Method]
+    variants: dict[str, Variant] = {}
+    variant: str | None = None  # which of them this is; None: as the text says
+
+    @property
+    def last(self) -> int:
+        """How many evaluations the final figure is the mean of."""
+        return self.variants[self.variant].last if self.variant else LAST
 
     def label(self, row: str) -> str:
         return self.labels.get(row, self.strategies[row].label)
@@ -140,6 +160,7 @@ class Experiment(_Part):
 
     def dataset_title(self, name: str) -> str:
         title = self.datasets[name].title + (f", {self.model}" if self.model else "")
+        title += f", {self.variants[self.variant].title}" if self.variant else ""
         return title + (f", {self.rounds:,} updates" if self.rounds is not None else "")
 
     def comparable(self, column: str) -> bool:
@@ -147,7 +168,7 @@ class Experiment(_Part):
         dataset, _ = self.column(column)
         model = (self.model or str(dataset.settings.get("model"))).partition(":")[0]
         same = dataset.comparable and dataset.paper_model in (None, model)
-        return same and self.rounds == dataset.paper_rounds
+        return same and self.rounds is None
 
     def choices(self, row: str, quick: bool) -> Sequence[Choice]:
         """What a row is run with: every combination of its grid (quick: two). One that says
@@ -169,7 +190,11 @@ class Experiment(_Part):
     ) -> RunConfig:
         """The settings of one run, with a choice of the row's grid (else its strategy's own)."""
         (dataset, split), method = self.column(column), self.strategies[row]
-        settings = {**self.settings, **dataset.settings, **split.settings, **method.settings}
+        settings = {**self.settings, **dataset.settings, **split.settings}
+        if self.variant:
+            variant = self.variants[self.variant]
+            settings |= {**variant.settings, **variant.datasets.get(column.partition("/")[0], {})}
+        settings |= method.settings
         settings |= {"strategy": method.strategy, **split.methods.get(row, {})}
         settings = self.adjusted(settings, quick)
         strategy = filled(str(settings["strategy"]), settings)
@@ -202,7 +227,9 @@ class Experiment(_Part):
         names = dict.fromkeys(column.partition("/")[0] for column in columns)
         methods = [self.strategies[row].remark for row in self.rows]
         tuned = any(self.strategies[row].grid for row in self.rows)
+        variant = self.variants[self.variant].remarks if self.variant else ()
         return [
+            *variant,
             *(remark for name in names for remark in self.datasets[name].remarks),
             *self.remarks,
             *(remark for remark in methods if remark),
@@ -229,9 +256,11 @@ def experiments() -> list[str]:
     )
 
 
-def load_experiment(name: str, model: str | None = None, rounds: int | None = None) -> Experiment:
-    """The experiment of that name, together with what its paper's `common.toml` says; perhaps with
-    another model, or another length."""
+def load_experiment(
+    name: str, model: str | None = None, rounds: int | None = None, variant: str | None = None
+) -> Experiment:
+    """The experiment of that name, together with what its paper's `common.toml` says; perhaps in
+    another reading, with another model, or of another length."""
     if name not in experiments():
         raise PolytempoError(f"no experiment is called {name!r}{nearest(name, experiments())}")
     folder = PAPERS / name.partition("/")[0]
@@ -240,7 +269,12 @@ def load_experiment(name: str, model: str | None = None, rounds: int | None = No
     own["remarks"] = [*own.get("remarks", ()), *common.pop("remarks")]
     if "figures_of" in own:  # the paper's figures are those of another file
         own["paper"] = _read(folder / f"{own.pop('figures_of')}.toml")["paper"]
-    return Experiment(name=name, model=model, rounds=rounds, **common, **own)
+    known = common.get("variants", {})
+    if variant is not None and variant not in known:
+        raise PolytempoError(f"{name} has no variant {variant!r}{nearest(variant, known)}")
+    if variant is not None:
+        common["strategies"] |= known[variant].get("methods", {})
+    return Experiment(name=name, model=model, rounds=rounds, variant=variant, **common, **own)
 
 
 def _read(file: Traversable) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def run_peer(
         module,
         federation,
         config.seed,
-        config.parts(),
+        config.parts(strategy),
         find_device(config.device),
         config.problem_on(federation),
         name=config.solver,

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -18,26 +14,20 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.local_group import Events, LocalGroup
 from polytempo.experiments.peer_settings import networked
 from polytempo.experiments.result import can_plot, write_table
 from polytempo.experiments.run import holds_run
-from polytempo.files import Claim, replace_text
-from polytempo.network.certificates import LOCAL, make_certificates
+from polytempo.files import replace_text
 from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports
 from polytempo.report import Line, plot_peers
-from polytempo.training.executors.processes import cores
 
 SEEDS = 2  # peers that all others call first
-_PATIENCE = 60.0  # seconds for a pairing under way and the last evaluation, after a signal
 
 
-class Group:
-    """Starts the peers, passes on what they report, and ends them all. From the beginning to the
-    end of `with`, nobody else writes to the folder.
-
-    `watch` is told every event of every peer, by threads of this group.
-    """
+class Group(LocalGroup):
+    """The peers of one run. `watch` is told every event of every peer, by threads of this group."""
 
     def __init__(
         self,
@@ -46,38 +36,22 @@ class Group:
         *,
         tls: bool = False,
         options: Sequence[str] = (),
-        watch: Callable[[dict[str, Any]], None] = lambda event: None,
+        watch: Events = lambda event: None,
     ) -> None:
         assert config.clients is not None
         networked(config)  # better said once, here, than by every peer
         self.names = [f"peer-{number}" for number in range(config.clients)]
-        self.out, self.watch, self.options = out, watch, options
-        self.certificates = out / "certificates" if tls else None
-        self.processes: dict[str, subprocess.Popen[str]] = {}
-        self._readers: list[threading.Thread] = []
-        self._asked = False  # to end
-        self._claim = Claim(out)
+        self.options = options
+        super().__init__(out, watch)
         try:
             self._must_be_new()
             ports = free_ports(len(self.names))
             self.where = [f"{'tls' if tls else 'tcp'}/127.0.0.1:{port}" for port in ports]
             write_config(out / "config.toml", config)
-            if self.certificates is not None:
-                make_certificates(self.certificates, dict.fromkeys(self.names, LOCAL))
+            self.certificates = self.certify(self.names) if tls else None
         except BaseException:
             self._claim.close()
             raise
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Whatever happened, no peer is left that writes to the folder."""
-        try:
-            self.stop()
-            self.wait()
-        finally:
-            self._claim.close()
 
     def _must_be_new(self) -> None:
         if holds_run(self.out):
@@ -94,57 +68,11 @@ class Group:
     def start(self, number: int) -> subprocess.Popen[str]:
         """Start this peer, for the first time or again."""
         name, here = self.names[number], self.where[number]
-        command = [sys.executable, "-m", "polytempo", "peer", "--json"]
-        command += ["--id", name, "--client", str(number), "--listen", here]
+        command = ["peer", "--json", "--id", name, "--client", str(number), "--listen", here]
         for seed in self.where[:SEEDS]:
             command += ["--connect", seed] if seed != here else []
         command += ["--config", str(self.out / "config.toml"), "--out", str(self.out / name)]
-        if self.certificates is not None:
-            for option, file in (("ca", "ca.pem"), ("cert", f"{name}.pem"), ("key", f"{name}.key")):
-                command += [f"--{option}", str(self.certificates / file)]
-        threads = str(max(1, cores() // len(self.names)))
-        with (self.out / f"{name}.log").open("a") as log:
-            process = subprocess.Popen(
-                [*command, *self.options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": threads},
-                start_new_session=True,  # Ctrl-C comes to us alone, and we pass it on
-            )
-        self.processes[name] = process
-        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
-        reader.start()
-        self._readers.append(reader)
-        return process
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.endswith("}\n"):  # a kill may leave half a line
-                self.watch(json.loads(line))
-
-    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Until all have ended; after an interrupt they are asked to. Those that were asked and do
-        not are killed."""
-        for process in [*self.processes.values()]:
-            while process.poll() is None:
-                if interrupted() and not self._asked:
-                    self.stop()
-                try:
-                    process.wait(_PATIENCE if self._asked else 0.2)
-                except subprocess.TimeoutExpired:
-                    if self._asked:
-                        process.kill()
-        for reader in self._readers:
-            reader.join(_PATIENCE)
-
-    def stop(self) -> None:
-        """Ask all peers to finish what is under way and end."""
-        self._asked = True
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+        return self.launch(name, [*command, *self.options], len(self.names), self.certificates)
 
     def result(self) -> dict[str, Any]:
         """The figures over all peers, also written to the folder; those of peers that failed are
@@ -167,7 +95,7 @@ class Group:
             "announcements": sum(result["announcements"] for result in found),
             "fusions": sum(result["fusions"] for result in found),
             "seconds": max((result["seconds"] for result in found), default=0.0),
-            "failed": {name: self._failure(name) for name in self.names if self._failure(name)},
+            "failed": {name: why for name in self.names if (why := self.failure(name))},
             "peers": found,
         }
         replace_text(self.out / "result.json", json.dumps(summary, indent=2) + "\n")
@@ -183,14 +111,6 @@ class Group:
             seconds = [float(row["seconds"]) for row in history]
             lines[name] = seconds, [float(row[metric.name]) for row in history]
         plot_peers(lines, metric, self.out / "peers.png", clock="seconds since the peer began")
-
-    def _failure(self, name: str) -> str | None:
-        """What a peer said when it failed."""
-        code = self.processes[name].returncode
-        if code in (0, 130):  # 130: it was asked to stop
-            return None
-        said = (self.out / f"{name}.log").read_text(encoding="utf8").splitlines()
-        return f"{name} ended with code {code}: {said[-1] if said else 'it said nothing'}"
 
 
 def _of_metric(found: Sequence[dict[str, Any]]) -> dict[str, Any]:

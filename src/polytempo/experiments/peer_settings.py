@@ -44,7 +44,7 @@ NOT_SHARED = ("epochs", "steps", "keep_optimizer", "bank")
 def refuse_server_settings(config: RunConfig, strategy: Strategy) -> None:
     """What is about a server must not be set for a run without one."""
     why = "is for strategies with a server, but p2p has no server"
-    _refuse(config, SERVER, why, refill=strategy.refill)
+    refuse(config, SERVER, why, refill=strategy.refill)
 
 
 def networked(config: RunConfig) -> P2P:
@@ -54,7 +54,7 @@ def networked(config: RunConfig) -> P2P:
         name = config.strategy_table["name"]
         raise PolytempoError(f"peers on a network need the strategy p2p, not {name}")
     refuse_server_settings(config, strategy)
-    _refuse(config, SIMULATED, "is for simulations, not for peers on a network")
+    refuse(config, SIMULATED, "is for simulations, not for peers on a network")
     if strategy.score_fusions:
         raise PolytempoError(
             "p2p:score_fusions=true is for simulations, not for peers on a network: omit it"
@@ -71,7 +71,7 @@ def of_comparison(config: RunConfig) -> RunConfig:
     return config.model_copy(update={name: getattr(defaults, name) for name in NOT_SHARED})
 
 
-def _refuse(config: RunConfig, names: Mapping[str, str], why: str, **also: str) -> None:
+def refuse(config: RunConfig, names: Mapping[str, str], why: str, **also: str) -> None:
     """Settings of these names must have their default, or the value that `also` allows."""
     defaults = make_config({})
     for name, instead in names.items():

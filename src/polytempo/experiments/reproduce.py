@@ -1,47 +1,52 @@
 """A paper's tables and figures, rerun and compared with the published numbers.
 
 All experiments of a paper share their runs: what one of them has run, another only reads. A run is
-in `<out>/<paper>/runs/<data set>-<split>/<row>/seed<n>`, and for every value of a grid in a folder
-between row and seed; nothing is run twice, and what was interrupted is resumed
-(`compare.settle`). Where two columns ask for the same run, it is copied. The tables are made
-from the runs that are there.
+in `<out>/<paper>/runs/<data set>-<split>/<row>/seed<n>`, with the value of a grid in a folder
+between row and seed; runs that tune a grid are in `tuning` instead of `runs`. Nothing is run twice,
+and what was interrupted is resumed (`jobs.carry_out_all`). Where two columns ask for the same run,
+it is copied. The tables are made from the runs that are there.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polytempo.core.errors import Diverged, PolytempoError
+from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import ACCURACY
 from polytempo.data import available
 from polytempo.experiments.compare import (
     known_of_clusters,
     messages,
     of_clusters,
-    settle,
     slug,
     spread,
 )
 from polytempo.experiments.config import RunConfig, difference, read_config
+from polytempo.experiments.jobs import Order, Watch, carry_out_all
 from polytempo.experiments.paper_specs import FIGURES, Choice, Experiment, spelled
+from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import RunResult, read_result
-from polytempo.experiments.run import Attach, LastFederation, holds_run
+from polytempo.experiments.run import holds_run
 
 Results = Mapping[str, Sequence[RunResult]]  # by row, one for each seed
 DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is not tried again
+VALIDATION = 0.2  # of the training samples: grids are tuned on these, never on test samples
+BEYOND = 4  # values, at most, that are tried beyond the ends of a grid
 
 
 @dataclass(frozen=True)
 class Place:
     """Where an experiment's runs and reports are. Quick ones are kept apart from all others, as are
-    those with another model or of another length."""
+    those of another reading, with another model or of another length."""
 
     out: Path
     experiment: Experiment
@@ -50,6 +55,8 @@ class Place:
     @property
     def root(self) -> Path:
         paper = self.experiment.name.partition("/")[0]
+        if self.experiment.variant:
+            paper += f"-{self.experiment.variant}"
         if self.experiment.model:
             paper += f"-{slug(self.experiment.model)}"
         if self.experiment.rounds is not None:
@@ -67,8 +74,49 @@ class Place:
         folder = self.root / "runs" / column.replace("/", "-") / row / spelled(choice)
         return folder / f"seed{seed}"
 
+    def tuning(self, row: str, column: str, choice: Choice) -> Path:
+        return self.root / "tuning" / column.replace("/", "-") / row / spelled(choice)
+
     def report(self, dataset: str) -> Path:
         return self.root / self.experiment.name.partition("/")[2] / dataset
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run of an experiment: a row, with a value of its grid if it has one."""
+
+    row: str
+    column: str
+    seed: int
+    choice: Choice
+    config: RunConfig
+    folder: Path
+
+    @property
+    def order(self) -> Order:
+        label = f"{self.column} {self.row} {spelled(self.choice)}".strip()
+        label = f"tuning {label}" if self.config.validation else label
+        return Order(f"{label} seed {self.seed}", self.config, self.folder)
+
+    @property
+    def finished(self) -> bool:
+        file = self.folder / "result.json"
+        return file.exists() and bool(json.loads(file.read_text(encoding="utf8"))["complete"])
+
+    @property
+    def diverged(self) -> str | None:
+        """What was said of it, if it was tried before in vain."""
+        file = self.folder / DIVERGED
+        return file.read_text(encoding="utf8") if self.choice and file.exists() else None
+
+
+Progress = Callable[[int], AbstractContextManager[Watch]]  # given the updates of all runs
+
+
+@contextmanager
+def silent(updates: int) -> Iterator[Watch]:
+    """Nothing is shown."""
+    yield lambda label: lambda *said: None
 
 
 def carry_out(
@@ -76,49 +124,168 @@ def carry_out(
     columns: Sequence[str],
     rows: Sequence[str],
     seeds: Sequence[int],
-    watch: Callable[[str, int], Attach] | None = None,
+    progress: Progress = silent,
+    at_once: int = 1,
     **execution: Any,
 ) -> tuple[bool, list[str]]:
     """Run what is not there yet, seed by seed. Returns whether it came to the end, and what was
-    said of runs whose training diverged (of a grid, if it did with every value)."""
-    experiment, load = place.experiment, LastFederation()
-    failed: list[str] = []
-    done: list[tuple[RunConfig, Path]] = []  # finished runs
-    _all_here(experiment, columns, execution.get("data_dir"))
-    configs = {  # all of them first: a mistake is found before anything is run
-        (row, column, seed): [
-            (choice, experiment.config(row, column, seed, place.quick, choice, **execution))
-            for choice in place.choices(row)
+    said of runs whose training diverged."""
+    _all_here(place.experiment, columns, execution.get("data_dir"))
+    asked = [(row, column) for column in columns for row in rows]
+    for row, column in asked:  # a mistake is found before anything is run
+        first = place.choices(row)[0]
+        place.experiment.config(row, column, seeds[0], place.quick, first, **execution)
+    complete, failed = tune(place, asked, seeds[0], progress, at_once, **execution)
+    if not complete:
+        return False, failed
+    wanted = []
+    for seed in seeds:
+        for row, column in asked:
+            choice = chosen(place, row, column)
+            if choice is not None:
+                config = place.experiment.config(
+                    row, column, seed, place.quick, choice, **execution
+                )
+                folder = place.run(row, column, seed, choice)
+                wanted.append(Wanted(row, column, seed, choice, config, folder))
+    complete, errors = _settle(wanted, progress, at_once)
+    failed += [
+        f"{each.row} on {each.column}, seed {each.seed}: {errors[each.folder]}"
+        for each in wanted
+        if each.folder in errors
+    ]
+    return complete, failed
+
+
+def _settle(
+    wanted: Sequence[Wanted], progress: Progress, at_once: int
+) -> tuple[bool, dict[Path, str]]:
+    """Run these; whether all have come to an end, and what was said of those that diverged."""
+    begun: list[Wanted] = []
+    twins: list[tuple[Wanted, Wanted]] = []  # the same run in another column: it is copied
+    errors = {each.folder: text for each in wanted if (text := each.diverged) is not None}
+    for each in wanted:
+        if each.folder in errors:
+            continue
+        settings = each.config.settings()
+        same = (other for other in begun if difference(other.config, settings) is None)
+        twin = None if holds_run(each.folder) else next(same, None)
+        if twin is None:
+            begun.append(each)
+        else:
+            twins.append((each, twin))
+    by_folder = {each.folder: each for each in begun}
+    complete = set()
+    updates = sum(each.config.rounds for each in begun if not each.finished)
+    with progress(updates) as watch:
+        for ended in carry_out_all([each.order for each in begun], at_once, watch):
+            each = by_folder[ended.order.folder]
+            if ended.diverged is not None:
+                errors[each.folder] = ended.diverged
+                if each.choice:
+                    (each.folder / DIVERGED).write_text(ended.diverged, encoding="utf8")
+            elif ended.complete:
+                complete.add(each.folder)
+    for each, twin in twins:
+        if twin.folder in complete:
+            _copy(twin.folder, each.folder)
+            complete.add(each.folder)
+        elif twin.folder in errors:
+            errors[each.folder] = errors[twin.folder]
+    return all(each.folder in complete or each.folder in errors for each in wanted), errors
+
+
+# -- tuning ----------------------------------------------------------------------------------------
+
+
+def tune(
+    place: Place,
+    asked: Sequence[tuple[str, str]],
+    seed: int,
+    progress: Progress,
+    at_once: int,
+    **execution: Any,
+) -> tuple[bool, list[str]]:
+    """Try the values of the grids on validation samples, and values beyond them as long as the best
+    is at the end of its grid."""
+    grids: dict[tuple[str, str], list[Choice]] = {}
+    for row, column in asked:
+        if len(given := place.choices(row)) > 1:
+            before = (choice for _, choice in tried(place, row, column))
+            grids[row, column] = [*given, *(choice for choice in before if choice not in given)]
+    errors: dict[Path, str] = {}
+    while True:
+        wanted = [
+            Wanted(
+                row,
+                column,
+                seed,
+                choice,
+                place.experiment.config(
+                    row, column, seed, place.quick, choice, validation=VALIDATION, **execution
+                ),
+                place.tuning(row, column, choice),
+            )
+            for (row, column), choices in grids.items()
+            for choice in choices
         ]
-        for seed in seeds
-        for column in columns
-        for row in rows
-    }
-    for (row, column, seed), tried in configs.items():
-        errors = []
-        for choice, config in tried:
-            folder = place.run(row, column, seed, choice)
-            if choice and (folder / DIVERGED).exists():
-                errors.append((folder / DIVERGED).read_text(encoding="utf8"))
-                continue
-            if not holds_run(folder):
-                same = (at for ran, at in done if difference(config, ran.settings()) is None)
-                if (twin := next(same, None)) is not None:
-                    _copy(twin, folder)
-            observer = watch(f"{column} {row} {spelled(choice)}".strip(), seed) if watch else None
-            try:
-                result = settle(config, folder, load, observer)
-            except Diverged as error:
-                errors.append(str(error))
-                if choice:
-                    (folder / DIVERGED).write_text(str(error), encoding="utf8")
-                continue
-            if not result.summary["complete"] or result.interrupted:
-                return False, failed
-            done.append((config, folder))
-        if len(errors) == len(tried):
-            failed.append(f"{row} on {column}, seed {seed}: {errors[-1]}")
+        complete, errors = _settle(wanted, progress, at_once)
+        if not complete:
+            return False, []
+        further = {key: beyond(place, *key, grid) for key, grid in grids.items()}
+        grown = False
+        for (row, column), choice in further.items():
+            grid = grids[row, column]
+            if choice is not None and len(grid) < len(place.choices(row)) + BEYOND:
+                grid.append(choice)
+                grown = True
+        if not grown or place.quick:
+            break
+    failed = []
+    for (row, column), choices in grids.items():
+        said = [errors.get(place.tuning(row, column, choice)) for choice in choices]
+        if all(said):
+            failed.append(f"{row} on {column}, with every value of its grid: {said[-1]}")
     return True, failed
+
+
+def tried(place: Place, row: str, column: str) -> list[tuple[float, Choice]]:
+    """The values that have been tried, with what they led to on validation samples."""
+    found: list[tuple[float, Choice]] = []
+    for folder in sorted(place.tuning(row, column, {}).glob("*=*")):
+        pairs = (pair.split("=") for pair in folder.name.split(","))
+        choice = {key: float(value) for key, value in pairs}
+        if (folder / DIVERGED).exists():
+            found.append((-math.inf, choice))
+        elif (folder / "result.json").exists():
+            result = read_result(folder)
+            wanted = place.experiment.config(
+                row, column, result.seed, place.quick, choice, validation=VALIDATION
+            )
+            if _was_run(wanted, folder) and result.summary["complete"]:
+                found.append((final(place, [result]), choice))
+    return found
+
+
+def chosen(place: Place, row: str, column: str) -> Choice | None:
+    """The value that a row is run with: the best on validation samples. None: there is none yet, or
+    training diverged with every one."""
+    choices = place.choices(row)
+    if len(choices) == 1:
+        return choices[0]
+    best = max(tried(place, row, column), key=lambda pair: pair[0], default=(-math.inf, {}))
+    return best[1] if best[0] > -math.inf else None
+
+
+def beyond(place: Place, row: str, column: str, grid: Sequence[Choice]) -> Choice | None:
+    """A value beyond the end of the grid, if the best one is there."""
+    best = chosen(place, row, column)
+    for key, value in (best or {}).items():
+        values = sorted({choice[key] for choice in grid})
+        if len(values) > 1 and value in (values[0], values[-1]):
+            near = values[1] if value == values[0] else values[-2]
+            return {**(best or {}), key: float(f"{value * value / near:.3g}")}
+    return None
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -141,14 +308,12 @@ def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | No
 
 
 def collect(place: Place, column: str) -> dict[str, list[RunResult]]:
-    """All finished runs of a column with these settings, by row, whichever experiment ran them. Of
-    a grid, those of the best value (among those that most seeds have been run with)."""
+    """All finished runs of a column with these settings, by row, whichever experiment ran them; of
+    a grid, those of the value that was chosen."""
     found: dict[str, list[RunResult]] = {}
     for row in place.experiment.rows:
-        tried = [_finished(place, row, column, choice) for choice in place.choices(row)]
-        seeds = max(map(len, tried))
-        whole = [runs for runs in tried if runs and len(runs) == seeds]
-        found[row] = max(whole, key=lambda runs: final(place, runs), default=[])
+        choice = chosen(place, row, column)
+        found[row] = [] if choice is None else _finished(place, row, column, choice)
     return found
 
 
@@ -159,11 +324,19 @@ def _finished(place: Place, row: str, column: str, choice: Choice) -> list[RunRe
             continue
         seed = int(folder.name.removeprefix("seed"))
         config = place.experiment.config(row, column, seed, place.quick, choice)
-        same = difference(config, read_config(folder / "config.toml")) is None
         result = read_result(folder)
-        if same and result.summary["complete"]:
+        if _was_run(config, folder) and result.summary["complete"]:
             found.append(result)
     return found
+
+
+def _was_run(config: RunConfig, folder: Path) -> bool:
+    """Whether the run in a folder is the one with these settings, of which its strategy may ignore
+    some."""
+    kept = read_config(folder / "config.toml")
+    config = of_comparison(config)
+    rounds = config.make("strategy").rounds_of_run(config.rounds, kept["clients"])
+    return difference(config.model_copy(update={"rounds": rounds}), kept) is None
 
 
 def legend(experiment: Experiment) -> str:
@@ -171,8 +344,9 @@ def legend(experiment: Experiment) -> str:
     if experiment.figure == "accuracy_weighted":
         return (
             "Pooled: accuracy of the server's model on the test samples of all clients together "
-            "(last three evaluations). Paper: its accuracy. Diff.: pooled minus paper, in points. "
-            "Steps: how often the server has changed its model. Uploads: that it got for it."
+            f"(last {experiment.last} evaluations). Paper: its accuracy. Diff.: pooled minus "
+            "paper, in points. Steps: how often the server has changed its model. Uploads: that it "
+            "got for it."
         )
     more = ""
     if any(experiment.column(column)[1].target for column in experiment.columns):
@@ -181,14 +355,15 @@ def legend(experiment: Experiment) -> str:
         more += " Paper's time: the same, or to convergence, in the paper's own unit."
     if any(experiment.clustered(row) for row in experiment.rows):
         more += (
-            " Clusters: how many there are at the end; purity and (adjusted) rand index: how well "
-            "they fit the true groups."
+            " Clusters: how many there are at the end; in none: clients that are in none; purity "
+            "and (adjusted) rand index: how well the others' fit the true groups."
         )
     return (
-        "Handed: accuracy of the models that clients are handed, mean over clients (last three "
-        "evaluations). By sample: the same with every test sample counting once. Adapted: handed, "
-        "after local training of that model. Paper: its accuracy. Diff.: handed minus paper, in "
-        "points. Time: simulated seconds to convergence. Messages: models sent either way." + more
+        "Handed: accuracy of the models that clients are handed, mean over clients (last "
+        f"{experiment.last} evaluations). By sample: the same with every test sample counting "
+        "once. Adapted: handed, after local training of that model. Paper: its accuracy. Diff.: "
+        "handed minus paper, in points. Time: simulated seconds to convergence. Messages: models "
+        "sent either way." + more
     )
 
 
@@ -202,10 +377,11 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
         found = results.get(row, ())
         published = experiment.published(row, column)
         pooled = experiment.figure == "accuracy_weighted"
-        ours = spread([r.final(experiment.figure) for r in found], ACCURACY) if found else "-"
+        last = experiment.last
+        ours = spread([r.final(experiment.figure, last) for r in found], ACCURACY) if found else "-"
         line = {"method": experiment.label(row), FIGURES[experiment.figure][0]: ours}
         if not pooled:
-            weighted = [r.final("accuracy_weighted") for r in found]
+            weighted = [r.final("accuracy_weighted", last) for r in found]
             line["by sample"] = spread(weighted, ACCURACY) if found else "-"
             line["adapted"] = _share(found, "accuracy_adapted")
         line["paper"] = " ± ".join(f"{each:.2f}" for each in published) if published else "-"
@@ -213,7 +389,7 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
         if found and published and place.comparable(column):
             line["diff."] = f"{100 * final(place, found) - published[0]:+.1f}"
         if any(experiment.strategies[each].grid for each in experiment.rows):
-            line["best"] = _chosen(place, row, found)
+            line["best"] = _best(place, row, column)
         if pooled:
             line["steps"] = _last(found, "version")
             line["uploads"] = _last(found, "round")
@@ -275,20 +451,18 @@ def _effects(place: Place, column: str, results: Results) -> list[str]:
 
 def final(place: Place, found: Sequence[RunResult]) -> float:
     """The figure that counts, mean over seeds."""
-    return float(np.mean([result.final(place.experiment.figure) for result in found]))
+    figure, last = place.experiment.figure, place.experiment.last
+    return float(np.mean([result.final(figure, last) for result in found]))
 
 
-def _chosen(place: Place, row: str, found: Sequence[RunResult]) -> str:
-    """The value of the grid that was the best."""
-    choices = place.choices(row)
-    if not found or not choices[0]:
+def _best(place: Place, row: str, column: str) -> str:
+    """The value of the grid that was chosen."""
+    best = chosen(place, row, column)
+    if not best:
         return "-"
-    value = {key: float(found[0].summary["options"][key]) for key in choices[0]}
-    tried = {key: [choice[key] for choice in choices] for key in value}
-    edge = any(
-        value[key] in (min(each), max(each)) for key, each in tried.items() if len(set(each)) > 1
-    )
-    return spelled(value).replace(",", ", ") + " (edge)" * edge
+    values = [choice for _, choice in tried(place, row, column)]
+    edge = len(values) > 1 and beyond(place, row, column, values) is not None
+    return spelled(best).replace(",", ", ") + " (edge)" * edge
 
 
 def _last(found: Sequence[RunResult], key: str) -> str:

@@ -7,8 +7,9 @@ import importlib.util
 import io
 import json
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,17 @@ from polytempo.report import (
     write_html,
 )
 from polytempo.simulation import Engine, Extension, clusters
-from polytempo.simulation.metrics import convergence_time, final_value, models_sent, time_to
+from polytempo.simulation.metrics import LAST, convergence_time, final_value, models_sent, time_to
+from polytempo.training import Problem
 from polytempo.training.footprint import peak_memory
 
 CLUSTERS = clusters.FIGURES
 SOMETIMES = (*CLUSTERS, "diagnosis", "peers")  # null where there is none
+FINE_TUNED = " + fine-tuning"  # what the names of such rows end with
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of shares that should be high
 PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have to show
     "peers": ("Each peer by itself", plot_peers),
+    "clients": ("Each client by itself", plot_peers),
     "diagnosis": ("Why the steps are wrong, and who moves the model", plot_diagnosis),
     "clusters": ("Clusters: who belongs where, when", plot_clusters),
     "similarity": ("How alike the server finds clients, over the run", plot_similarity),
@@ -58,6 +62,7 @@ class RunResult:
     summary: dict[str, Any]
     history: list[dict[str, Any]]
     simulator: Engine | None = field(default=None, repr=False)  # None when read from a folder
+    extensions: Sequence[Extension] = field(default=(), repr=False)
     interrupted: bool = False  # the user asked to stop, perhaps just after the end
 
     def __getattr__(self, name: str) -> Any:
@@ -90,16 +95,51 @@ class RunResult:
         found: float | None = self.__getattr__("accuracy")
         return float("nan") if found is None else found
 
+    def fine_tuned(self) -> RunResult | None:
+        """The run as one of a method whose clients fine-tune what they are handed: the adapted
+        figures take the place of the handed ones, and every evaluation comes later by the time that
+        this takes. None if the run has no adapted figures."""
+        name, later = self.metric.name, self.summary.get("adaptation_time")
+        if later is None or self.adapted is None:
+            return None
+        worst = f"{name}_adapted_worst10"
+        history = [
+            {
+                **row,
+                "time": row["time"] + later,
+                name: row[f"{name}_adapted"],
+                f"{name}_worst10": row.get(worst),
+            }
+            for row in self.history
+            if row[f"{name}_adapted"] is not None
+        ]
+        summary = {
+            **self.summary,
+            "strategy": self.summary["strategy"] + FINE_TUNED,
+            name: final_value(history, name),
+            f"{name}_best": self.metric.best(row[name] for row in history),
+            f"{name}_worst10": history[-1][f"{name}_worst10"],
+            f"{name}_weighted": None,
+            f"{name}_std": None,
+            "simulated_time": self.summary["simulated_time"] + later,
+            "time_to": {
+                target: time_to(history, self.metric, float(target))
+                for target in self.summary["time_to"]
+            },
+            "convergence_time": None,
+        }
+        return replace(self, summary=summary, history=history)
+
     def time_to(self, target: float) -> float | None:
         """Simulated seconds until the handed models' metric is first as good as `target`; None if
         never."""
         return time_to(self.history, self.metric, target)
 
-    def final(self, figure: str | None = None) -> float:
+    def final(self, figure: str | None = None, last: int = LAST) -> float:
         """Mean of that figure over the last evaluations, by default of the metric
         ("accuracy_weighted": over all test samples, which for one model is the accuracy on the
         pooled test set); NaN if there is none."""
-        found = final_value(self.history, figure or self.metric.name)
+        found = final_value(self.history, figure or self.metric.name, last)
         return float("nan") if found is None else found
 
     def curve(self, figure: str | None = None) -> Curve:
@@ -115,76 +155,148 @@ class RunResult:
             versions=[row["version"] for row in self.history],
         )
 
+    @property
+    def clock(self) -> str:
+        """What the run's times are: those of a fleet are real."""
+        return "time" if "seconds" in self.summary else "simulated time"
+
+    @property
+    def seconds_taken(self) -> float:
+        """On that clock."""
+        found: float = self.summary.get("seconds", self.summary["simulated_time"])
+        return found
+
+    def all_extensions(self) -> Sequence[Extension]:
+        """What watched the run, if it is at hand."""
+        simulator = self.simulator
+        return self.extensions if simulator is None else list(simulator.extensions.values())
+
     def plot(self, path: str | Path) -> Path:
-        """Draw the metric against simulated time."""
+        """Draw the metric against time."""
         curves = {self.summary["strategy"]: [self.curve()]}
-        return plot_curves(curves, self.metric, Path(path))
+        return plot_curves(curves, self.metric, Path(path), clock=f"{self.clock} (s)")
 
     def model(self, client: int) -> dict[str, Tensor]:
-        """The client's model as a state dict, to load into an `nn.Module` of the same kind."""
+        """The client's model as a state dict, to load into an `nn.Module` of the same kind. What
+        the client adds to its outputs (a label prior) is in the biases of the last layer."""
         if self.simulator is None:
             raise PolytempoError("a result read from a folder holds no models; run it again")
         layout = self.simulator.layout
         own = self.simulator.personal(client) if layout.personal else None
-        layout.load(self.simulator.strategy.serve(client), own)
-        return {name: value.clone() for name, value in layout.module.state_dict().items()}
+        return layout.state(self.simulator.in_use(client), own, self.simulator.offset(client))
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the figures of a run are made of, whether it was simulated or is a real fleet's."""
+
+    about: str  # its federation
+    seed: int
+    problem: Problem
+    history: list[dict[str, Any]]
+    time: float
+    real: bool  # seconds, not simulated ones
+    round: int
+    messages: Mapping[str, int]
+    bytes: Mapping[str, int]
+    staleness: Counter[int]
+    parameters: int
+    wall: Mapping[str, float]
+    backend: str
+    wasted: int = 0
+    memory: float = 0.0  # bytes of workers
+    fingerprint: str = ""
+    adaptation_time: float | None = None
+    extensions: Sequence[Extension] = ()
 
 
 def summarise(
     simulator: Engine, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
 ) -> RunResult:
+    """The figures of a simulation as it stands."""
+    account = Account(
+        about=simulator.federation.description,
+        seed=simulator.seed,
+        problem=simulator.problem,
+        history=simulator.history,
+        time=simulator.time,
+        real=False,
+        round=simulator.round,
+        messages=simulator.messages,
+        bytes=simulator.bytes,
+        staleness=simulator.staleness,
+        parameters=simulator.layout.size,
+        wall=simulator.wall,
+        backend=simulator.backend.name,
+        wasted=simulator.backend.wasted,
+        memory=simulator.backend.worker_memory,
+        fingerprint=simulator.fingerprint,
+        adaptation_time=simulator.adaptation_time(),
+        extensions=list(simulator.extensions.values()),
+    )
+    result = result_of(account, strategy, complete, interrupted)
+    result.simulator, result.extensions = simulator, ()  # they are the simulator's
+    return result
+
+
+def result_of(
+    run: Account, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
+) -> RunResult:
     """The figures of a run as it stands."""
-    history, metric = simulator.history, simulator.metric
+    history, metric, stale = run.history, run.problem.metrics[0], run.staleness
     targets = TARGETS if metric.share and metric.better == "higher" else ()
-    sent = simulator.messages
-    stale = simulator.staleness
     summary = finite(
         {
             "strategy": strategy["name"],
             "options": {key: value for key, value in strategy.items() if key != "name"},
-            "seed": simulator.seed,
+            "seed": run.seed,
             "complete": complete,
-            "federation": simulator.federation.description,
+            "federation": run.about,
             "metric": metric.about,
-            **_of_metrics(simulator),
+            **_of_metrics(history, run.problem),
             **dict.fromkeys(SOMETIMES),
-            **{k: v for each in simulator.extensions.values() for k, v in each.figures().items()},
-            "simulated_time": simulator.time,
+            **{k: v for each in run.extensions for k, v in each.figures().items()},
+            "simulated_time": None if run.real else run.time,
+            **({"seconds": run.time} if run.real else {}),
+            "adaptation_time": run.adaptation_time,
             "time_to": {str(target): time_to(history, metric, target) for target in targets},
             "convergence_time": convergence_time(history, metric),
-            "arrivals": simulator.round,
+            "arrivals": run.round,
             "messages": {
-                **sent,
-                **{f"{kind}_bytes": size for kind, size in simulator.bytes.items()},
+                **run.messages,
+                **{f"{kind}_bytes": size for kind, size in run.bytes.items()},
             },
             "staleness_mean": sum(k * v for k, v in stale.items()) / stale.total()
             if stale
             else None,  # peers fold no updates
             "staleness": {str(k): v for k, v in sorted(stale.items())},
-            "parameters": simulator.layout.size,
-            "wall_seconds": dict(simulator.wall),
-            "backend": simulator.backend.name,
-            "trained_in_vain": simulator.backend.wasted,
-            "peak_rss_mb": (peak_memory() + simulator.backend.worker_memory) / 2**20 or None,
-            "fingerprint": simulator.fingerprint,
+            "parameters": run.parameters,
+            "wall_seconds": dict(run.wall),
+            "backend": run.backend,
+            "trained_in_vain": run.wasted,
+            "peak_rss_mb": (peak_memory() + run.memory) / 2**20 or None,
+            "fingerprint": run.fingerprint,
             "version": version("polytempo"),
         }
     )
-    return RunResult(summary, history, simulator, interrupted)
+    return RunResult(summary, history, None, run.extensions, interrupted)
 
 
-def _of_metrics(simulator: Engine) -> dict[str, float | None]:
+def _of_metrics(history: Sequence[Mapping[str, Any]], problem: Problem) -> dict[str, float | None]:
     """The metric in all its forms, and the final value of every other."""
-    history, metric = simulator.history, simulator.metric
-    last, name = history[-1], metric.name
+    metric, *others = problem.metrics
+    name = metric.name
+    last: Mapping[str, Any] = history[-1] if history else defaultdict(lambda: None)
+    tried = [row[name] for row in history if row["round"] > 0] or [row[name] for row in history]
     found = {
         name: final_value(history, name),
-        f"{name}_best": metric.best(row[name] for row in history[1:] or history),
+        f"{name}_best": metric.best(tried) if tried else None,
         **{f"{name}_{form}": last[f"{name}_{form}"] for form in ("weighted", "std", "worst10")},
         f"{name}_adapted": last[f"{name}_adapted"],
+        f"{name}_adapted_worst10": last.get(f"{name}_adapted_worst10"),
         f"{name}_newcomers": None,
     }
-    for other in simulator.problem.metrics[1:]:
+    for other in others:
         pooled = f"{other.name}_weighted"
         found |= {other.name: final_value(history, other.name), pooled: last[pooled]}
     return found
@@ -196,8 +308,10 @@ def _of_metrics(simulator: Engine) -> dict[str, float | None]:
 def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -> None:
     """history.csv, result.json, the plots and the report. Needs matplotlib for the last two."""
     replace_text(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
+    if not result.history:  # nobody has tested anything yet
+        return
     write_table(folder / "history.csv", result.history)
-    extensions = list(result.simulator.extensions.values()) if result.simulator else []
+    extensions = result.all_extensions()
     for extension in extensions:
         _write_files(folder, extension)
     if not can_plot():
@@ -238,7 +352,7 @@ def _plots(
 ) -> list[tuple[str, Path]]:
     metric = result.metric
     path = result.plot(folder / f"{metric.name}.png")
-    images = [(f"{metric.heading} against simulated time", path)]
+    images = [(f"{metric.heading} against {result.clock}", path)]
     counts = {int(k): v for k, v in result.summary["staleness"].items()}
     if counts:
         path = plot_staleness(counts, folder / "staleness.png")
@@ -261,16 +375,18 @@ def _figures(result: RunResult) -> dict[str, str]:
         "adapted": metric.text(result.adapted),
         "worst 10%": metric.text(summary[f"{metric.name}_worst10"]),
         **more,
-        "simulated time": f"{summary['simulated_time']:.1f} s",
+        result.clock: f"{result.seconds_taken:.1f} s",
         "messages": str(models_sent(summary["messages"])),
     }
 
 
 def about_clusters(summary: Mapping[str, Any]) -> str:
-    """How many clusters there are and, where true groups are known, how well they fit."""
-    number, pure, ari = (summary[key] for key in CLUSTERS)
-    fit = "" if ari is None else f" (purity {pure:.2f}, adjusted Rand index {ari:.2f})"
-    return f"{number}{fit}"
+    """How many clusters there are, and clients in none; where true groups are known, how well the
+    others fit."""
+    number, outside, pure, ari = (summary[key] for key in CLUSTERS)
+    more = [f"{outside} clients in none"] if outside else []
+    more += [] if ari is None else [f"purity {pure:.2f}, adjusted Rand index {ari:.2f}"]
+    return f"{number}" + (f" ({'; '.join(more)})" if more else "")
 
 
 def read_result(folder: Path) -> RunResult:
@@ -293,7 +409,8 @@ def _number(text: str) -> float | int | None:
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Rows as CSV."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    columns = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     replace_text(path, text.getvalue())

@@ -32,10 +32,11 @@ from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.engine import Observer, World
+from polytempo.simulation.reference import Constants, PooledData
 from polytempo.simulation.simulator import slots_of
 from polytempo.storage import load_state, save_state
-from polytempo.strategies import P2P, STRATEGIES
-from polytempo.training import find_device, make_executor
+from polytempo.strategies import P2P, STRATEGIES, Majority, Pooled
+from polytempo.training import Solver, find_device, make_executor, make_solver
 from polytempo.training.footprint import peak_memory
 
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
@@ -177,12 +178,19 @@ def _as_it_was(
     run depends on must be the same as there."""
     if state is None or "settings" not in state:  # of an old format, as `restore` will say
         return config
-    before: dict[str, Any] = state["settings"]
+    return as_before(config, state["settings"], "the checkpoint", strategy)
+
+
+def as_before(
+    config: RunConfig, before: Mapping[str, Any], what: str, strategy: Strategy | None = None
+) -> RunConfig:
+    """The settings, with what was left open as it was before. Those that the rest of the run
+    depends on must be the same."""
     name = difference(config, before, RESUMABLE, strategy)
     if name is not None:
         now = config.settings().get(name)
         raise PolytempoError(
-            f"the checkpoint was made with {name} = {before.get(name)!r}, but now it is {now!r}; "
+            f"{what} was made with {name} = {before.get(name)!r}, but now it is {now!r}; "
             f"change {name} back to resume, or start a new run in another folder"
         )
     left = [name for name in FILLED if getattr(config, name) is None and name not in RESUMABLE]
@@ -215,6 +223,7 @@ def load_federation(config: RunConfig) -> Federation:
         partition=config.partition,
         shift=config.shift,
         test_fraction=config.test_fraction,
+        validation=config.validation,
         seed=config.seed,
         data_dir=config.data_dir,
         limit=config.limit,
@@ -244,29 +253,39 @@ def make_simulator(
     inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(model, inputs, config.seed)
     strategy = strategy or config.make("strategy")
-    world: World = {
-        "task": config.task(),
-        "devices": config.make("devices"),
-        "network": config.make("network"),
-        "dropout": config.make("dropout"),
-        "parts": config.parts(),
-        "eval_every": config.evaluation_interval,
-        "adapt_epochs": config.adapt_epochs,
-        "adapt_always": config.adapt_always,
-        "seed": config.seed,
-        "storage": config.storage(),
-        "backend": make_executor(
+    parts = config.parts(strategy)
+    try:
+        backend = make_executor(
             module,
             federation,
             config.seed,
-            config.parts(),
+            parts,
             problem=config.problem_on(federation),
             solver=config.solver,
             device=find_device(config.device),
             name=config.backend,
             workers=config.workers,
             small=_arithmetic(config, federation, module) < SMALL,
-        ),
+        )
+    except PolytempoError as error:
+        if config.personal is None and strategy.personal:
+            raise PolytempoError(
+                f"{strategy.name} needs a model of which it can keep a part with each client, by "
+                f"default {','.join(strategy.personal)}: {error}"
+            ) from error
+        raise
+    world: World = {
+        "task": config.task(),
+        "devices": config.make("devices"),
+        "network": config.make("network"),
+        "dropout": config.make("dropout"),
+        "parts": parts,
+        "eval_every": config.evaluation_interval,
+        "adapt_epochs": config.adapt_epochs,
+        "adapt_always": config.adapt_always,
+        "seed": config.seed,
+        "storage": config.storage(),
+        "backend": backend,
     }
     return ENGINES[strategy.engine](config, federation, module, strategy, world)
 
@@ -297,8 +316,35 @@ def _among_peers(
     )
 
 
+def _as_reference(
+    config: RunConfig, federation: Federation, module: nn.Module, strategy: Strategy, world: World
+) -> Engine:
+    if isinstance(strategy, Majority):
+        return Constants(federation, module, strategy, rounds=config.rounds, **world)
+
+    def trainer_on(data: Federation) -> Solver:
+        return make_solver(
+            copy.deepcopy(module),
+            data,
+            config.seed,
+            config.parts(strategy),
+            find_device(config.device),
+            config.problem_on(federation),
+            name=config.solver,
+        )[0]
+
+    pooled = cast(Pooled, strategy)
+    return PooledData(
+        federation, module, pooled, rounds=config.rounds, trainer_on=trainer_on, **world
+    )
+
+
 Build = Callable[[RunConfig, Federation, nn.Module, Strategy, World], Engine]
-ENGINES: dict[Kind, Build] = {"server": _with_server, "peers": _among_peers}
+ENGINES: dict[Kind, Build] = {
+    "server": _with_server,
+    "peers": _among_peers,
+    "reference": _as_reference,
+}
 
 
 def _arithmetic(config: RunConfig, federation: Federation, module: nn.Module) -> float:

@@ -7,8 +7,9 @@ operations in the same order, whichever thread it is and whatever else it does.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from polytempo.core.tiles import FloatArray, Spread
 from polytempo.native.build import NoCompiler, library
 
 GROUP = 128  # numbers that the code takes together
+PAYS = 8  # parts, of a million numbers each, for which a further thread pays
 _DISTANCES = {"l1": 1, "l2": 2}
 
 
@@ -63,19 +65,31 @@ def compiled_sweep() -> Kernel | None:
 
 
 def on_threads(count: int) -> Spread:
-    """Work on up to `count` threads at once, this one among them. They end with the work: starting
-    them takes less time than it takes to read a megabyte, and a process without threads can be
-    forked at any time."""
+    """Work on up to `count` threads at once, this one among them.
+
+    Nobody waits for a thread that has not begun by the time that all parts are taken: worker
+    processes want the same cores, and it may be long before they let it run.
+    """
 
     def spread(work: Callable[[Iterator[Any]], None], parts: Sequence[Any]) -> None:
-        others, left = min(count, len(parts)) - 1, iter(parts)
-        if others < 1:
+        left, threads = iter(parts), min(count, len(parts) // PAYS)
+        asked = [_pool(count - 1).submit(work, left) for _ in range(threads - 1)]
+        try:
             work(left)
-            return
-        with ThreadPoolExecutor(others) as pool:
-            running = [pool.submit(work, left) for _ in range(others)]
-            work(left)
-        for thread in running:
+        finally:
+            begun = [thread for thread in asked if not thread.cancel()]
+            wait(begun)
+        for thread in begun:
             thread.result()
 
     return spread
+
+
+@cache
+def _pool(count: int) -> ThreadPoolExecutor:
+    """Made when it is first needed; a forked process makes its own, for threads are not forked."""
+    return ThreadPoolExecutor(count, "polytempo bank")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -29,7 +29,8 @@ _AUTHORITY = "polytempo test authority"
 def make_certificates(
     folder: Path, peers: Mapping[str, Sequence[str]], *, days: int = DAYS
 ) -> list[Path]:
-    """Write a certificate (`NAME.pem`, `NAME.key`) for each peer, valid for its addresses.
+    """Write a certificate (`NAME.pem`, `NAME.key`) for each, valid for its addresses. One without
+    addresses is for a client alone: its holder cannot pass for a server.
 
     The authority of the folder signs them; an empty folder gets a new one (`ca.pem`, `ca.key`).
     """
@@ -59,13 +60,15 @@ def make_certificates(
     written = []
     for name, addresses in peers.items():
         key = ec.generate_private_key(ec.SECP256R1())
-        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        built = (
-            _builder(_name(name), authority.subject, key, days)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName(list(map(_address, addresses))), False)
-            .add_extension(x509.ExtendedKeyUsage(usages), False)
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+        built = _builder(_name(name), authority.subject, key, days).add_extension(
+            x509.BasicConstraints(ca=False, path_length=None), critical=True
         )
+        if addresses:
+            usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
+            where = x509.SubjectAlternativeName(list(map(_address, addresses)))
+            built = built.add_extension(where, False)
+        built = built.add_extension(x509.ExtendedKeyUsage(usages), False)
         _write(folder, name, built.sign(signer, hashes.SHA256()), key)
         written.append(folder / f"{name}.pem")
     return written

@@ -42,13 +42,15 @@ class Address:
     certificates: Certificates | None = None
 
 
-def require_network() -> None:
-    """Say what is missing before anything starts."""
-    for module in ("zenoh", "cryptography"):
-        if importlib.util.find_spec(module) is None:
-            raise PolytempoError(
-                f'peers on a network need {module}: pip install "polytempo[network]"'
-            )
+def require_network(*modules: str) -> None:
+    """Say what is missing before anything starts (without names: of what peers need)."""
+    for module in modules or ("zenoh", "cryptography"):
+        try:
+            there = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # the package that it is in is missing
+            there = False
+        if not there:
+            raise PolytempoError(f'a network needs {module}: pip install "polytempo[network]"')
 
 
 def open_session(address: Address, most_bytes: int = 2**30) -> zenoh.Session:

@@ -74,13 +74,16 @@ def plot_curves(
     *,
     x: str = "time",
     of: str = "mean over clients",
+    clock: str = AXES["time"],
 ) -> Path:
     """The metric against "time", "rounds", "versions" or "messages", one line for each label.
 
     Several curves under one label are several seeds: the line is their mean, and the band reaches
     from the lowest to the highest. A hollow diamond is the final value after local adaptation.
-    Where one method takes many times as long as another, the axis of time is logarithmic.
+    Where one method takes many times as long as another, the axis of time is logarithmic. `clock`:
+    what that axis is called.
     """
+    axis = clock if x == "time" else AXES.get(x)
     if x not in AXES:
         raise PolytempoError(f"{metric.name} cannot be drawn against {x!r}{nearest(x, AXES)}")
     if not curves or not all(curves.values()):
@@ -123,14 +126,14 @@ def plot_curves(
         bare(axes)
         axes.margins(x=0.01)
         metric_axis(axes, metric, drawn)
-        axes.set(xlabel=AXES[x], title=_title(curves, of))
+        axes.set(xlabel=axis, title=_title(curves, of))
         ends = [grid[-1] for grid in grids]
         if x == "time" and max(ends) > _STRETCH * min(ends) > 0:
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set(xlim=(min(grid[grid > 0][0] for grid in grids), 1.05 * max(ends)))
-            axes.set_xlabel(f"{AXES[x]}, logarithmic")
+            axes.set_xlabel(f"{axis}, logarithmic")
         whole = axes.get_xscale() == "linear" and axes.get_xlim()[1] > 10
         axes.xaxis.set_major_formatter("{x:,.0f}" if whole else "{x:,g}")
         figure.legend(

@@ -1,4 +1,4 @@
-"""The metric of every peer by itself."""
+"""The metric of every peer, or client, by itself."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def plot_peers(
     metric: MetricInfo,
     path: str | Path,
     clock: str = "simulated time (s)",
+    who: str = "peer",
 ) -> Path:
     """The metric over time, one line for each peer, by name: few are told apart by colour, many are
     grey around their mean."""
@@ -37,6 +38,6 @@ def plot_peers(
         bare(axes)
         axes.margins(x=0.01)
         metric_axis(axes, metric, [value for _, values in peers.values() for value in values])
-        axes.set(xlabel=clock, title=f"{metric.label} of each peer")
+        axes.set(xlabel=clock, title=f"{metric.label} of each {who}")
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return Path(path)

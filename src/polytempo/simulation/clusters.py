@@ -18,7 +18,7 @@ from polytempo.training import Score
 if TYPE_CHECKING:
     from polytempo.simulation.engine import Engine
 
-FIGURES = ("clusters", "cluster_purity", "cluster_ari")
+FIGURES = ("clusters", "unclustered", "cluster_purity", "cluster_ari")
 MATRICES = 12  # similarity matrices that are kept, spread over the run
 CLIENTS = 500  # those of more clients are not: nobody could see them
 DRAWN = 2_000  # nor are plots of more clients drawn; the graph, besides, is dense
@@ -66,12 +66,16 @@ class Clusters(Extension):
         return {name: last[name] for name in FIGURES if name in last}
 
     def _fit(self) -> dict[str, Any]:
-        """Number of clusters and, where true groups are known, how well they are found."""
+        """How many clusters there are, and clients that are in none; where true groups are known,
+        how well the others fit them."""
         found = self.engine.strategy.clusters()
         if found is None:
             return {}
         held = found >= 0
-        figures: dict[str, Any] = {"clusters": len(np.unique(found[held]))}
+        figures: dict[str, Any] = {
+            "clusters": len(np.unique(found[held])),
+            "unclustered": int((~held).sum()),
+        }
         if self.groups is not None:
             figures["cluster_purity"] = purity(self.groups[held], found[held])
             figures["cluster_ari"] = adjusted_rand(self.groups[held], found[held])

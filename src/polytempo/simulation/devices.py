@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Options, Registry
 from polytempo.core.rng import rng
+from polytempo.data import Federation
 
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -39,6 +41,10 @@ class Devices(Options):
         """How many times slower than the fastest each device is."""
         return [1.0] * clients
 
+    def factors_among(self, federation: Federation, seed: int) -> Sequence[float]:
+        """The same for the clients of a federation, where it depends on their data."""
+        return self.factors(federation.clients, seed)
+
     def seconds(self, factor: float, work: float, stream: np.random.Generator) -> float:
         """Duration of one local training of `work` samples on a device of that factor."""
         return work * self.unit * factor * (1 + self.jitter * float(stream.random()))
@@ -52,18 +58,50 @@ class Equal(Devices):
     """All devices alike."""
 
 
-@DEVICES.register("two-speed")
-class TwoSpeed(Devices):
-    """A share `slow` of the devices, chosen at random, is `factor` times slower (PACE, CASA)."""
+class SomeSlow(Devices):
+    """Base: a share `slow` of the devices is slower than the others.
+
+    `by_label`: they are not drawn, but chosen by their data: those whose commonest label comes
+    last, so that slow devices hold labels that fast ones hardly have.
+    """
 
     slow: Fraction = 0.3
-    factor: Positive = 5.0
+    by_label: bool = False
+
+    @property
+    def slower(self) -> float:
+        """How many times slower."""
+        raise NotImplementedError
 
     def factors(self, clients: int, seed: int) -> Sequence[float]:
-        chosen = rng(seed, "devices").permutation(clients)[: round(self.slow * clients)]
-        factors = np.ones(clients)
-        factors[chosen] = self.factor
+        return self._factors(rng(seed, "devices").permutation(clients))
+
+    def factors_among(self, federation: Federation, seed: int) -> Sequence[float]:
+        if not self.by_label:
+            return self.factors(federation.clients, seed)
+        order = rng(seed, "devices").permutation(federation.clients)
+        commonest = federation.label_counts().argmax(axis=1)
+        return self._factors(order[np.argsort(-commonest[order], kind="stable")])
+
+    def _factors(self, order: NDArray[np.int64]) -> list[float]:
+        """The first in this order are slow."""
+        factors = np.ones(len(order))
+        factors[order[: round(self.slow * len(order))]] = self.slower
         return [float(f) for f in factors]
+
+
+@DEVICES.register("two-speed")
+class TwoSpeed(SomeSlow):
+    """A share `slow` of the devices, chosen at random, is `factor` times slower (PACE, CASA).
+
+    `by_label`: they are chosen by their data: those whose commonest label comes last.
+    """
+
+    factor: Positive = 5.0
+
+    @property
+    def slower(self) -> float:
+        return self.factor
 
 
 @DEVICES.register("severe")
@@ -118,6 +156,24 @@ class Exponential(Devices):
 
     def seconds(self, factor: float, work: float, stream: np.random.Generator) -> float:
         return float(stream.exponential(self.beta))
+
+
+@DEVICES.register("mixed-exponential")
+class MixedExponential(SomeSlow):
+    """Each training lasts Exponential seconds, whatever the work: with a mean of `fast` for most
+    clients, of `beta` for a share `slow` of them. Those report rarely, all the time: the imbalance
+    that ACE is about, and that delays drawn alike for all do not have."""
+
+    slow: Fraction = 0.2
+    fast: Positive = 0.5
+    beta: Positive = 5.0
+
+    @property
+    def slower(self) -> float:
+        return self.beta / self.fast
+
+    def seconds(self, factor: float, work: float, stream: np.random.Generator) -> float:
+        return float(stream.exponential(self.fast if factor == 1 else self.beta))
 
 
 # -- networks: seconds of a message -------------------------------------------------------------

@@ -71,6 +71,11 @@ class Diagnosis(Extension):
         task = self.strategy.task(0)
         if task.upload != "gradient":
             task.plain_sgd("--diagnose")
+        if task.extras:
+            raise PolytempoError(
+                f"--diagnose does not know what clients of {self.strategy.name} upload beside "
+                f"their models ({', '.join(task.extras)}); use it with another strategy"
+            )
         self.exact = self._shadow(context)
         self.probe, self.double = (
             self._shadow(dataclasses.replace(context, initial=unit)) for _ in range(2)
@@ -136,7 +141,7 @@ class Diagnosis(Extension):
             if anchors:
                 task.objective.add_gradient(torch.zeros_like(unit), anchors[k], unit)
             units.append(unit)
-        if task.upload == "gradient":
+        if task.upload in ("gradient", "path"):
             return [exact, *units]
         reach = task.lr * effective_steps(task, samples)  # where a gradient of 1 leads
         units = [-reach * unit for unit in units]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from polytempo.core import events
 from polytempo.core.bank import PLAIN_STORAGE, Storage
+from polytempo.core.client_steps import in_use, with_offset
 from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Plain
@@ -93,15 +94,18 @@ class Engine:
         self.adapt_always = adapt_always
         own = {PERSONAL: self.layout.initial_personal} if self.layout.personal else {}
         self.memory = ClientMemory(clients, own)
-        places = [place for _, place in self.layout.trained]  # the shared ones come first
-        tensors = [p.stop - p.start for p in places if p.stop <= self.layout.parameters]
         self.context = Context(
-            self.layout.read(), federation.samples, task or Task(), seed, storage, tensors
+            self.layout.read(),
+            federation.samples,
+            task or Task(),
+            seed,
+            storage,
+            self.layout.tensors,
         )
         self.devices = devices or TwoSpeed()
         self.dropout = dropout or NoDropout()
         network = (network or Instant()) if strategy.communicates else Instant()
-        self.factors = self.devices.factors(clients, seed)
+        self.factors = self.devices.factors_among(federation, seed)
         self.bandwidths = network.bandwidths(clients, seed)
         self.changes = self.dropout.changes(clients, seed)
         self.timeline = Timeline([change for change in self.changes if change.timed])
@@ -218,7 +222,7 @@ class Engine:
             if last["round"] != self.round:
                 last = self._record()
             if last[self._adapted] is None and self.adapt_epochs:
-                last[self._adapted] = self.adapted(stop)
+                last |= self.adapted(stop) or {}
             self.backend.drain()
         return last[self._adapted] is not None or not self.adapt_epochs
 
@@ -235,6 +239,7 @@ class Engine:
                 "version": self.version,
                 **means,
                 self._adapted: None,
+                f"{self._adapted}_worst10": None,
                 **self.messages,
                 "messages": self.sent,
             }
@@ -245,12 +250,12 @@ class Engine:
             name = self.metric.name
             self._emit(events.Evaluate, name, row[name], row["loss"])
         if self.adapt_always and self.adapt_epochs and self.round:
-            row[self._adapted] = self.adapted()
+            row |= self.adapted() or {}
         return row
 
     @property
     def _adapted(self) -> str:
-        """The column of the history for what `adapted` finds."""
+        """The column of the history for the mean that `adapted` finds."""
         return f"{self.metric.name}_adapted"
 
     def _there(self) -> Sequence[int]:
@@ -261,7 +266,7 @@ class Engine:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
             model, tested = self.strategy.serve(0), self.federation.tested
-            if self.layout.personal:
+            if self._remembered(0):
                 [scores] = self.backend.evaluate([self._exam(model, clients)])
                 return scores
             if self._evaluated is None or self._evaluated[0] is not model:
@@ -269,7 +274,10 @@ class Engine:
                 self._evaluated = model, dict(zip(tested, scores, strict=True))
             return [self._evaluated[1].get(client, NOT_TESTED) for client in clients]
         revisions = {
-            client: (self.strategy.revision(client), self.memory.revision(PERSONAL, client))
+            client: (
+                self.strategy.revision(client),
+                *(self.memory.revision(name, client) for name in self._remembered(client)),
+            )
             for client in clients
         }
         changed = [
@@ -284,9 +292,33 @@ class Engine:
 
     def _exam(self, model: Tensor, clients: Sequence[int]) -> Exam:
         """The model, with what each of these clients has of its own."""
-        if not self.layout.personal:
-            return Exam(model, list(clients))
-        return Exam(model, list(clients), [self.personal(client) for client in clients])
+        steps = in_use(self.strategy.task(clients[0]).client_steps) if clients else ()
+        if not clients or not self._remembered(clients[0]):
+            return Exam(model, list(clients), None, steps)
+        memories = [self._memory_in_use(client) for client in clients]
+        return Exam(model, list(clients), memories, steps)
+
+    def _remembered(self, client: int) -> tuple[str, ...]:
+        """The names of what the client remembers and needs in order to use its model."""
+        own = (PERSONAL,) if self.layout.personal else ()
+        steps = in_use(self.strategy.task(client).client_steps)
+        return (*own, *(name for step in steps for name in step.keeps))
+
+    def _memory_in_use(self, client: int) -> dict[str, Tensor]:
+        names = self._remembered(client)
+        return {name: v for name, v in self.memory.get(client).items() if name in names}
+
+    def in_use(self, client: int) -> Tensor:
+        """The model that the client uses, as it travels."""
+        model, memory = self.strategy.serve(client), self._memory_in_use(client)
+        for step in in_use(self.strategy.task(client).client_steps):
+            model = step.use(model, memory)
+        return model
+
+    def offset(self, client: int) -> Tensor | None:
+        """What the client adds to the outputs of its model."""
+        steps = with_offset(self.strategy.task(client).client_steps)
+        return self.backend.solver.offset(client, steps)
 
     def own_part(self, client: int) -> dict[str, Tensor]:
         """What a training outside the run needs of the client's memory."""
@@ -296,26 +328,45 @@ class Engine:
         """The client's own part of the model."""
         return self.memory.vector(PERSONAL, client)
 
-    def adapted(self, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """The metric after every client has adapted a copy of its model by plain training; None
-        if `stop` broke it off. The learning rate is the one that was set, wherever the schedule is:
-        so the figure means the same early and late in a run."""
-        with self._timed("evaluation"):
-            task = replace(
-                self.context.task,
-                objective=Plain(),
-                epochs=self.adapt_epochs,
-                steps=None,
-                keep_optimizer=False,
+    def _adaptation(self) -> Task:
+        """How clients adapt: at the learning rate that was set, wherever the schedule is, so that
+        the figure means the same early and late in a run."""
+        return replace(
+            self.context.task,
+            objective=Plain(),
+            epochs=self.adapt_epochs,
+            steps=None,
+            keep_optimizer=False,
+        )
+
+    def adaptation_time(self) -> float | None:
+        """Simulated seconds until the last client has adapted its model, all at once; None if
+        nobody does."""
+        if self.history[-1][self._adapted] is None:
+            return None
+        task, samples = self._adaptation(), self.federation.samples
+        return max(
+            self.devices.seconds(
+                self.factors[client], task.work(samples[client]), rng(self.seed, "adapt", client)
             )
+            for client in self._there()
+        )
+
+    def adapted(self, stop: Callable[[], bool] = lambda: False) -> dict[str, float | None] | None:
+        """The metric after every client has adapted a copy of its model by plain training, its mean
+        and that of the worst tenth, as columns of the history; None if `stop` broke it off."""
+        with self._timed("evaluation"):
+            task = self._adaptation()
             scores: list[Score] = []
             clients, together = self._there(), 2 * self.backend.width
             for begin in range(0, len(clients), together):  # n models need not be there at once
                 jobs = []
                 for client in clients[begin : begin + together]:
                     stream = ("adapt", client, "round", self.round)
-                    model, memory = self.strategy.serve(client), self.own_part(client)
-                    jobs.append(Job(client, model, task, stream, memory=memory))
+                    steps = with_offset(self.strategy.task(client).client_steps)
+                    model, memory = self.in_use(client), self.own_part(client)
+                    plain = replace(task, client_steps=steps)
+                    jobs.append(Job(client, model, plain, stream, memory=memory))
                     self.backend.expect(jobs[-1])
                 exams = []
                 for job in jobs:
@@ -324,10 +375,11 @@ class Engine:
                             self.backend.forget(unused)
                         return None
                     adapted, _, memory = self.backend.carry_out(job)
-                    own = [memory[PERSONAL]] if PERSONAL in memory else None
-                    exams.append(Exam(adapted, [job.client], own))
+                    exams.append(Exam(adapted, [job.client], [memory], job.task.client_steps))
                 scores += [score for [score] in self.backend.evaluate(exams)]
-            return over_clients(scores, self.problem)[self.metric.name]
+            found = over_clients(scores, self.problem)
+            ends = ("", "_worst10")
+            return {f"{self._adapted}{end}": found[f"{self.metric.name}{end}"] for end in ends}
 
     # -- extensions ------------------------------------------------------------------------------
 

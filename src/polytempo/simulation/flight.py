@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polytempo.core.messages import Dispatch
 from polytempo.core.strategy import State
 from polytempo.core.task import TASKS
 from polytempo.training.jobs import Job, Swap
@@ -73,18 +72,3 @@ def read_flight(found: dict[str, Any]) -> Flight:
         found["lost"],
         found["ticket"],
     )
-
-
-def dispatch_state(dispatch: Dispatch) -> State:
-    return {
-        "client": dispatch.client,
-        "number": dispatch.number,
-        "params": dispatch.params,
-        "vectors": dict(dispatch.vectors),
-        "task": TASKS.describe(dispatch.task),
-    }
-
-
-def read_dispatch(found: dict[str, Any]) -> Dispatch:
-    task = TASKS.create(found["task"])
-    return Dispatch(found["client"], found["number"], found["params"], task, True, found["vectors"])

@@ -52,7 +52,8 @@ def over_clients(scores: Sequence[Score], problem: Problem) -> dict[str, float |
         f"{metric.name}_std": apart,
         f"{metric.name}_worst10": float(ordered[: max(1, len(each) // 10)].mean()),
     }
-    found.setdefault("loss", pooled["loss"] / pooled["total"])  # unless it is the metric
+    if "loss" in pooled:  # training code of a user's own may not say
+        found.setdefault("loss", pooled["loss"] / pooled["total"])  # unless it is the metric
     for other in others:
         each = _defined([other.value(score.sums) for score in tested])
         found.setdefault(other.name, float(each.mean()) if len(each) else None)
@@ -66,10 +67,10 @@ def _defined(values: Sequence[float]) -> NDArray[np.float64]:
     return array[~np.isnan(array)]
 
 
-def final_value(history: Sequence[Row], figure: str) -> float | None:
+def final_value(history: Sequence[Row], figure: str, last: int = LAST) -> float | None:
     """Mean of that column over the last evaluations (the untrained model's does not count)."""
     trained = [row[figure] for row in history if row["round"] > 0 and row[figure] is not None]
-    return float(np.mean(trained[-LAST:])) if trained else None
+    return float(np.mean(trained[-last:])) if trained else None
 
 
 def time_to(history: Sequence[Row], metric: MetricInfo, target: float) -> float | None:

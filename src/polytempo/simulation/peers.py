@@ -398,8 +398,8 @@ class PeerSimulator(Engine):
     def _exam_of(self, client: int, model: Tensor) -> Exam:
         common = self.strategy.common_test
         tested = list(range(self.federation.clients)) if common else [client]
-        own = [self.personal(client)] * len(tested) if self.layout.personal else None
-        return Exam(model, tested, own)
+        own = {PERSONAL: self.personal(client)} if self.layout.personal else {}
+        return Exam(model, tested, [own] * len(tested))
 
     def personal(self, client: int) -> Tensor:
         return self.learners[client].memory[PERSONAL]

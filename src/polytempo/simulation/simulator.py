@@ -38,7 +38,14 @@ from torch import nn
 
 from polytempo.core import events
 from polytempo.core.errors import Diverged, Refused
-from polytempo.core.messages import Action, Dispatch, Stop, Update
+from polytempo.core.messages import (
+    Action,
+    Dispatch,
+    Stop,
+    Update,
+    dispatch_state,
+    read_dispatch,
+)
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Schedule
 from polytempo.core.server import Server
@@ -49,13 +56,7 @@ from polytempo.simulation.clusters import Clusters
 from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Change, late
 from polytempo.simulation.engine import Engine, World
-from polytempo.simulation.flight import (
-    Flight,
-    dispatch_state,
-    flight_state,
-    read_dispatch,
-    read_flight,
-)
+from polytempo.simulation.flight import Flight, flight_state, read_flight
 from polytempo.simulation.newcomers import Newcomers
 from polytempo.simulation.rehearsal import RehearsedServer
 from polytempo.training import Job
@@ -120,7 +121,8 @@ class Simulator(Engine):
         for index, change in enumerate(self.changes):
             if change.timed and change.time > 0:  # for others, see `_counted`
                 self._push(change.time, CHANGE, change.client, index, 0)
-        actions = self.server.join(set(range(self.federation.clients)) - self.late)
+        everybody = range(self.federation.clients)
+        actions = self.server.join(client for client in everybody if client not in self.late)
         self._record()
         self._act(actions)
 

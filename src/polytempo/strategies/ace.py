@@ -37,6 +37,7 @@ class ACE(GradientStrategy):
 
     `server_lr`: eta, 0.2 sqrt(n / T) in the paper. `local_steps`: of a client, 1 in the paper; with
     more, g is the sum of their gradients (plain SGD, whatever the task's momentum).
+    `every`: the server takes a step with every so many uploads, 1 in the paper's text.
     `start`: the paper begins with one gradient of every client at the initial model, and then takes
     its first step. "all" does so: every client is first sent the initial model, and the first step
     is taken once every client in training has reported at least once (clients that leave earlier
@@ -57,9 +58,10 @@ class ACE(GradientStrategy):
     all_slots: ClassVar[bool] = True
     bits: ClassVar[Literal[8] | None] = None  # of the cache; None: as the context says
     state: ClassVar[tuple[str, ...]] = (
-        *("model", "cache", "total", "reported", "started", "awaited", "sent"),
+        *("model", "cache", "total", "reported", "started", "awaited", "sent", "since"),
     )
 
+    every: Annotated[int, Field(ge=1)] = 1
     start: Literal["all", "first"] = "all"
 
     def setup(self, context: Context) -> None:
@@ -76,10 +78,11 @@ class ACE(GradientStrategy):
         # They are listed once, and from then on followed, by who is sent a model.
         self.awaited = np.ones(context.clients, dtype=np.bool_)
         self.sent: list[int] | None = None
+        self.since = 0  # uploads since the last step
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         self.total += self.store(update)
-        if not self.ready():
+        if not (self.ready() and self.due()):
             return False
         self.descend(self.total / int(np.count_nonzero(self.reported)))  # u
         return True
@@ -97,6 +100,11 @@ class ACE(GradientStrategy):
         """Whether the initial gradients are in."""
         self.started = self.started or not bool(self.awaited.any())
         return self.started
+
+    def due(self) -> bool:
+        """Whether an upload, which is in, is the one for a step."""
+        self.since = (self.since + 1) % self.every
+        return self.since == 0
 
     def lost(self, client: int) -> None:
         self.awaited[client] = False
@@ -150,10 +158,10 @@ class ACEIncremental(ACE):
     """
 
     def __post_init__(self) -> None:
-        if self.local_steps > 1:
+        if self.local_steps > 1 or self.local != "gradient":
             raise PolytempoError(
-                f"ace-incremental takes one local step, got local_steps={self.local_steps}; "
-                "use ace for more"
+                f"ace-incremental takes one local step, got local_steps={self.local_steps}, "
+                f"local={self.local}; use ace for more"
             )
 
     def task(self, client: int) -> Task:
@@ -171,7 +179,7 @@ class ACEIncremental(ACE):
 class ACED(ACE):
     """ACE that leaves out clients that have not been heard from for a while.
 
-    t counts the arrivals since the first step, at t = 0, and t_start[i] is the t from which on
+    t counts the server's steps from the first, at t = 0, on, and t_start[i] is the t from which on
     client i has the model that it was last sent (1 for all at first). When g arrives from j,
         U_j <- g
         A    = {i : t - t_start[i] <= tau_algo}
@@ -181,10 +189,10 @@ class ACED(ACE):
     very late; one that comes back takes part again from the step after its update on.
 
     `tau_algo`: the paper uses 10 where clients drop out, 50 elsewhere, and finds 10 to 50 good for
-    100 clients and 500 steps. One client is renewed with each arrival, so at most tau_algo + 1 are
-    in A, once the initial gradients are out of date; with the largest delay or more, it is ace.
-    Other options as in ace. (Initial gradients of clients that report late count from when they are
-    there.)
+    100 clients and 500 steps. With `every` = 1 one client is renewed per step, so at most
+    tau_algo + 1 are in A, once the initial gradients are out of date; with the largest delay or
+    more, it is ace. Other options as in ace. (Initial gradients of clients that report late count
+    from when they are there.)
 
     t_start is the time of the last contact, as in the paper's Algorithm a.1; its text defines it as
     the time of the model behind the cached gradient.
@@ -214,13 +222,15 @@ class ACED(ACE):
         for i in np.flatnonzero(late & self.reported):
             self.total -= self.cache.row(int(i))
         self.active &= ~late
-        self.descend(self.total / int(np.count_nonzero(self.active & self.reported)))
-        self.t += 1
-        self.t_start[j] = self.t
+        due = self.due()
+        if due:
+            self.descend(self.total / int(np.count_nonzero(self.active & self.reported)))
+        self.t_start[j] = self.t + 1
+        self.t += due
         if not self.active[j]:
             self.active[j] = True
             self.total += self.cache.row(j)
-        return True
+        return due
 
 
 @STRATEGIES.register("aced-8bit")

@@ -28,12 +28,13 @@ from polytempo.core.client_steps import Mask
 from polytempo.core.errors import Refused
 from polytempo.core.masks import unpack
 from polytempo.core.messages import Dispatch, Staleness, Update
+from polytempo.core.rng import rng
 from polytempo.core.strategy import STRATEGIES, Context, IntArray
 from polytempo.core.task import Task
 from polytempo.strategies.clustered import Clustered, unknown
 from polytempo.strategies.history import cosine
 from polytempo.strategies.similarity_buffer import SimilarityBuffer
-from polytempo.strategies.splitting import groups, spectrum, stays_whole
+from polytempo.strategies.splitting import gap_by_chance, groups, spectrum, stays_whole
 
 GONE = -2  # in place of the round at which a client started
 
@@ -72,13 +73,16 @@ class CASA(Clustered):
     compared and its similarity matrix falls apart.
 
     `alpha_0`, `k`: size and fading of the decay. `gamma`: exponent of the eigengap in the splitting
-    condition `alpha_c < gap^gamma`; smaller splits sooner. `budget`: M, models in the buffers
+    condition `alpha_c < gap^gamma`; smaller splits sooner. `shuffles`: a split also needs a gap
+    that is wider than in so many matrices with the same similarities in random places (0, the
+    default: it does not). The paper's condition alone hardly binds, and less and less as alpha_c
+    fades: with 25 clients any gap above 0.003 will do. `budget`: M, models in the buffers
     (none: as many as there are clients). `reference`: what is compared: what training has changed
     in the model that the client was handed ("update"), the models as they are ("model", the paper's
     formula) or their displacement from the common initial model ("displacement").
-    `clock`: what staleness counts: all arrivals ("rounds", as the paper is read here) or those of
-    the client's own cluster ("cluster"), which is the measure of `r_c = |C| (2 - Omega)`: by the
-    other, nearly all updates are late once there are small clusters.
+    `clock`: what staleness counts: arrivals of the client's own cluster ("cluster"), the measure of
+    `r_c = |C| (2 - Omega)`, or all arrivals ("rounds", the paper's text taken literally), by which
+    nearly all updates are late once there are small clusters.
     `founders`: a client that has not uploaded by arrival number `founders` times n is not waited
     for: it leaves the first cluster, and is a newcomer when it does upload (Eq. 15).
     `clustering`, `bilevel`: the components of the ablation, each a switch; without the latter all
@@ -103,9 +107,10 @@ class CASA(Clustered):
     alpha_0: Annotated[float, Field(gt=0, le=2)] = 2.0
     k: Annotated[float, Field(ge=0)] = 0.001
     gamma: Annotated[float, Field(gt=0)] = 0.15
+    shuffles: Annotated[int, Field(ge=0)] = 0
     budget: Annotated[int, Field(ge=1)] | None = None
     reference: Literal["update", "model", "displacement"] = "update"
-    clock: Literal["rounds", "cluster"] = "rounds"
+    clock: Literal["rounds", "cluster"] = "cluster"
     founders: Annotated[float, Field(gt=0)] = 10.0
     clustering: bool = True
     bilevel: bool = True
@@ -258,11 +263,16 @@ class CASA(Clustered):
         if stays_whole(alike, needed=alpha_c ** (1 / self.gamma)):
             return
         found = spectrum(alike)
-        if found.parts > 1 and alpha_c < found.gap**self.gamma:
+        if found.parts > 1 and alpha_c < found.gap**self.gamma and self.surely(alike, found.gap):
             self.leave_cluster(missing)
             self.split(number, groups(found))
             reader, author = self.cluster[:, None], self.cluster
             self.buffer.keep((author >= 0) & ((reader == author) | (reader < 0)))
+
+    def surely(self, alike: FloatArray, gap: float) -> bool:
+        """Whether the gap is wider than by chance."""
+        stream = rng(self.context.seed, "casa", "shuffles", self.t)
+        return not self.shuffles or gap > gap_by_chance(alike, self.shuffles, stream)
 
     def store(self, i: int, w: Tensor, tau: int) -> None:
         """Alg. 2: into the buffers of i's cluster, and of those in training that have none yet,

@@ -14,7 +14,7 @@ from polytempo.core.bank import PLAIN_STORAGE, FloatArray, ModelBank, Storage
 from polytempo.core.client_steps import Basis
 from polytempo.core.messages import Staleness, Update
 from polytempo.core.objective import Proximal, Pull
-from polytempo.core.strategy import Context, Refill, Strategy
+from polytempo.core.strategy import Context, Refill, State, Strategy
 from polytempo.core.task import Task
 from polytempo.strategies.estimators import Bases, Graph, Likeness
 from polytempo.strategies.graph import CollaborationGraph
@@ -42,6 +42,13 @@ class GraphStrategy(Strategy):
         self.rows = CollaborationGraph(self.prior)  # W
         self.bases = Bases(context.clients)
         self.asked = self._task()
+
+    def enrolled(self, client: int) -> None:
+        self.prior[:] = self.context.shares()  # the graph looks at it as well
+
+    def load_state_dict(self, state: State) -> None:
+        self.prior[:] = self.context.shares()
+        super().load_state_dict(state)
 
     def new_bank(self, rows: int, storage: Storage = PLAIN_STORAGE) -> ModelBank:
         """Vectors that are compared as models, or by their displacement from the initial one."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
+from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Update
 from polytempo.core.optimizer import Sgd
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
@@ -28,6 +29,10 @@ class GradientStrategy(Strategy):
     server_lr that suits K = 1 by K. The task's momentum is not used: with it, the displacement
     would not be a sum of gradients. Weight decay is part of the gradients, as the task says. Other
     optimizers than SGD are refused.
+    `local`: what a client does. "gradient": the above. With "mean" and "displacement" it trains as
+    the task says, for all its epochs and with its momentum, and uploads the mean of the gradients
+    along its way, or that way itself (server_lr = 1 then takes all of it): what ACE's public script
+    has its clients do, the first for ACE and ACED, the second for all other methods.
 
     Batch-norm statistics have no gradient: they would keep their initial values. Use models
     without batch normalisation.
@@ -38,15 +43,23 @@ class GradientStrategy(Strategy):
 
     server_lr: Annotated[float, Field(gt=0)] = 0.05
     local_steps: Annotated[int, Field(ge=1)] = 1
+    local: Literal["gradient", "mean", "displacement"] = "gradient"
 
     def setup(self, context: Context) -> None:
         super().setup(context)
         self.model = context.initial
+        if self.local_steps > 1 and self.local != "gradient":
+            raise PolytempoError(
+                f"local={self.local} trains for the epochs or steps of the run, got "
+                f"local_steps={self.local_steps} as well; use --steps {self.local_steps}"
+            )
         if self.local_steps > 1:  # whatever the momentum, which is not used
             name = STRATEGIES.describe(self)["name"]
             replace(context.task, keep_optimizer=False).plain_sgd(name)
 
     def task(self, client: int) -> Task:
+        if self.local != "gradient":
+            return replace(self.context.task, upload="path" if self.local == "mean" else "delta")
         if self.local_steps == 1:
             return replace(self.context.task, upload="gradient")
         plain = Sgd(momentum=0.0, weight_decay=self.context.task.optimizer.weight_decay)
@@ -56,7 +69,10 @@ class GradientStrategy(Strategy):
         return self.model
 
     def gradient(self, update: Update) -> Tensor:
-        """The gradient that was uploaded, or the sum of those that the client has followed."""
+        """The gradient that was uploaded, the sum of those that the client has followed, or the
+        opposite of its way."""
+        if self.local == "displacement":
+            return -update.vector
         return update.vector if self.local_steps == 1 else update.vector / -update.task.lr
 
     def descend(self, gradient: Tensor, rate: float | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polytempo.core.bank import FloatArray
+from polytempo.core.bank import BoolArray, FloatArray
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import State
 
@@ -42,6 +42,10 @@ class CollaborationGraph:
                 self._rows = grown
             self._places[client] = place
         self._rows[self._places[client]] = row
+
+    def unset(self) -> BoolArray:
+        """Whose rows are the prior."""
+        return self._places < 0
 
     def column(self, client: int) -> FloatArray:
         """W[:, client]"""

@@ -80,6 +80,12 @@ class PACE(ArrivalGraph):
         # reply is asked for in the same call of the server that folds, never after a checkpoint.
         self._before: tuple[int, Tensor] | None = None
 
+    def enrolled(self, client: int) -> None:
+        before = self.prior.copy()
+        super().enrolled(client)
+        unset = self.rows.unset()
+        self.denominators[unset] += (self.prior - before)[unset]  # W_ii is p_i there
+
     def fold(self, update: Update, staleness: Staleness) -> bool:
         if not self.buffer:
             return super().fold(update, staleness)

@@ -34,6 +34,25 @@ class Spectrum(NamedTuple):
 
 def spectrum(similarity: FloatArray) -> Spectrum:
     """Eq. 12 and 13."""
+    gaps, vectors = _gaps(similarity)
+    widest = int(np.argmax(gaps))
+    return Spectrum(widest + 1, float(gaps[widest]), vectors)
+
+
+def gap_by_chance(similarity: FloatArray, shuffles: int, stream: np.random.Generator) -> float:
+    """The widest gap behind the first eigenvalue that is found where there are no groups: in as
+    many matrices with the same similarities, dealt out to the pairs at random."""
+    rows, columns = np.triu_indices(len(similarity), 1)
+    widest, dealt = 0.0, similarity.copy()
+    for _ in range(shuffles):
+        values = stream.permutation(similarity[rows, columns])
+        dealt[rows, columns] = dealt[columns, rows] = values
+        widest = max(widest, float(_gaps(dealt)[0][1:].max()))
+    return widest
+
+
+def _gaps(similarity: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Between the smallest eigenvalues of the Laplacian, and their vectors."""
     size = len(similarity)
     affinity = _affinity(similarity)
     scale = 1 / np.sqrt(affinity.sum(1))
@@ -49,9 +68,7 @@ def spectrum(similarity: FloatArray) -> Spectrum:
             affinity, count, which="LA", v0=_start(size), ncv=4 * count, tol=1e-3, rng=again
         )
     order = np.argsort(-values)[:count]
-    gaps = np.diff(1 - values[order])
-    widest = int(np.argmax(gaps))
-    return Spectrum(widest + 1, float(gaps[widest]), vectors[:, order])
+    return np.diff(1 - values[order]), vectors[:, order]
 
 
 def stays_whole(similarity: FloatArray, needed: float) -> bool:

@@ -16,7 +16,7 @@ from polytempo.training.executors.executor import Executor
 from polytempo.training.executors.processes import Processes, cores
 from polytempo.training.problem import Problem
 from polytempo.training.solvers.autograd import AutogradSolver
-from polytempo.training.solvers.native.chain import Unfit
+from polytempo.training.solvers.native.layers import Unfit
 from polytempo.training.solvers.native.solver import NativeSolver
 
 SolverName = Literal["auto", "torch", "native"]

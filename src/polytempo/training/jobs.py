@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
+from polytempo.core.client_steps import ClientStep
 from polytempo.core.messages import Dispatch
 from polytempo.core.task import Task
 
@@ -72,9 +73,11 @@ class Outcome(NamedTuple):
 
 
 class Exam(NamedTuple):
-    """A model, to be tested on the test split of each of these clients; and their own parts of it,
-    if it has any."""
+    """A model, to be tested on the test split of each of these clients; what each of them
+    remembers, if that matters (its own part of the model, what `steps` keep); and the client steps
+    that have a say in how a client uses its model."""
 
     params: Tensor
     clients: list[int]
-    personal: list[Tensor] | None = None
+    memories: Sequence[Vectors] | None = None
+    steps: tuple[ClientStep, ...] = ()

@@ -80,9 +80,7 @@ class Learner:
 
     def evaluate(self, clients: list[int]) -> list[Score]:
         """The model on the test samples of these clients."""
-        own = self.memory.get(PERSONAL)
-        personal = None if own is None else [own] * len(clients)
-        return self.solver.evaluate(Exam(self.params, clients, personal))
+        return self.solver.evaluate(Exam(self.params, clients, [self.memory] * len(clients)))
 
     def state_dict(self) -> State:
         """What the rest of the training depends on."""

@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from polytempo.core.client_steps import ClientStep
+from polytempo.core.client_steps import ClientStep, with_offset
 from polytempo.core.errors import PolytempoError
 from polytempo.core.objective import is_known
 from polytempo.core.optimizer import Moments, Sgd
 from polytempo.core.rng import rng
+from polytempo.core.task import Task
 from polytempo.training.features import last_features
 from polytempo.training.jobs import OPTIMIZER, PERSONAL, Job, Outcome
 from polytempo.training.solvers.vocabulary import Part
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from polytempo.training.solvers.autograd import AutogradSolver
 
 _AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
-EVALUATION_BATCH = 512
-IntArray = NDArray[np.int64]  # samples at once through a model that is not being trained
+EVALUATION_BATCH = 512  # samples at once through a model that is not being trained
+IntArray = NDArray[np.int64]
 
 
 class Session:
@@ -56,12 +57,15 @@ class Session:
         self.solver, self.job, self.task = solver, job, job.task
         self.samples = solver.federation.samples[job.client]
         self.step = job.first_step
-        total = job.task.total_steps(self.samples)
+        total, self._own_steps = (
+            f(self.samples) for f in (job.task.total_steps, job.task.own_steps)
+        )
         self.last = total if job.last_step is None else job.last_step
         self.memory = {name: vector.clone() for name, vector in job.memory.items()}
         self.extras: dict[str, Tensor] = {}
         self.gradient: Tensor | None = None
         self.frozen: Tensor | None = None
+        self.offset = solver.offset(job.client, job.task.client_steps)  # added to the outputs
         self._moments: Moments | None = self._kept_moments()
         self._swaps = list(job.swaps)
         self._data: tuple[Tensor, Tensor] | None = None
@@ -90,6 +94,7 @@ class Session:
         self.received = model
         self.vector = self.solver.layout.join(model, self.memory.get(PERSONAL))
         self._part: Part | None = None
+        self._elsewhere = False  # whether training starts from another model than the received one
         self._counters: list[Tensor] | None = None
         if not self.task.keep_optimizer:
             self._moments = None
@@ -133,10 +138,48 @@ class Session:
     def trained(self) -> Tensor:
         return self.solver.layout.split(self.vector)[0].cpu()
 
+    def put(self, model: Tensor) -> None:
+        layout = self.solver.layout
+        self.vector = layout.join(model, layout.split(self.vector)[1])
+        self._part, self._elsewhere = None, True
+
+    def train(
+        self,
+        model: Tensor,
+        task: Task,
+        name: str,
+        *,
+        anchor: Tensor | None = None,
+        frozen: Tensor | None = None,
+    ) -> Tensor:
+        own = self.solver.layout.split(self.vector)[1].cpu()
+        task = replace(
+            task,
+            client_steps=with_offset(self.task.client_steps),
+            keep_optimizer=False,
+            own_epochs=0 if len(own) else None,
+        )
+        job = Job(
+            self.job.client,
+            model,
+            task,
+            (*self.job.stream, name),
+            vectors={} if anchor is None else {"anchor": anchor},
+            memory={PERSONAL: own} if len(own) else {},
+        )
+        session = self.solver.begin(job)
+        session.frozen = frozen
+        session.advance()
+        return session.finish().upload
+
+    def places(self, part: str) -> Tensor:
+        return self.solver.layout.places(part)
+
     @torch.inference_mode()
     def loss(self, model: Tensor) -> float:
         self.solver.load(model, self.memory.get(PERSONAL))
-        return self.solver.score(self.solver.federation.train[self.job.client]).sums["loss"]
+        shard = self.solver.federation.train[self.job.client]
+        return self.solver.score(shard, self.offset).sums["loss"]
 
     @torch.inference_mode()
     def features(self) -> Tensor:
@@ -205,30 +248,51 @@ class Session:
                 _, params, vectors, lr = self._swaps.pop(0)
                 self.swap(params, vectors, lr)
             ahead = self._swaps[0].step if self._swaps else until
+            if self.step < self._own_steps:
+                ahead = min(ahead, self._own_steps)
             self._descend(min(until, ahead))
+            if self.step == self._own_steps and not self.task.keep_optimizer:
+                self._moments = None  # the other part of the model begins its own training
         return self.step - begin
+
+    def still(self) -> Tensor | None:
+        """True for each trained number, the client's own ones last, that stays as it is in the
+        steps to come: a client step has frozen it, or its turn is another. None: all move."""
+        layout, alternate = self.solver.layout, self.task.own_epochs is not None
+        if self.frozen is None and not alternate:
+            return None
+        still = torch.zeros(layout.trainable, dtype=torch.bool)
+        if self.frozen is not None:
+            still[: layout.parameters] = self.frozen
+        if alternate and self.step < self._own_steps:
+            still[: layout.parameters] = True
+        elif alternate:
+            still[layout.parameters :] = True
+        return still
 
     def _descend(self, until: int) -> None:
         """Take the steps up to that one, on one and the same received model."""
-        task, solver = self.task, self.solver
+        task, solver, still = self.task, self.solver, self.still()
         x, y = self._samples()
         with self._bound(x) as (theta, grad, anchor, x), solver.own_randomness():
             shared, shared_grad = theta[: len(anchor)], grad[: len(anchor)]
-            frozen = None if self.frozen is None else self.frozen.to(theta.device)
-            as_it_was = shared if frozen is None else shared[frozen]
+            frozen = None if still is None else still.to(theta.device)
+            as_it_was = theta if frozen is None else theta[frozen]
             while self.step < until:
                 # Dropout layers draw from torch's global stream: name that one too.
                 solver.set_randomness(*self.job.stream, "step", self.step)
                 grad.zero_()
                 rows = self.rows(self.step)
                 batch = solver.inputs(x[rows])
-                loss = solver.problem.loss(solver.layout.module(batch), y[rows])
+                outputs = solver.layout.module(batch)
+                outputs = outputs if self.offset is None else outputs + self.offset
+                loss = solver.problem.loss(outputs, y[rows])
                 torch.autograd.backward(loss)
                 with torch.no_grad():
                     task.objective.add_gradient(shared, anchor, shared_grad)
                     task.optimizer.regularise(theta, grad)
                     if frozen is not None:
-                        shared_grad.masked_fill_(frozen, 0.0)
+                        grad.masked_fill_(frozen, 0.0)
                     if task.upload == "gradient":
                         self._upload_gradient(theta, grad)
                         self.step = until
@@ -236,7 +300,7 @@ class Session:
                         self._moments = self._moments or task.optimizer.begin(theta)
                         task.optimizer.step(theta, grad, self._moments, task.rate(self.step))
                         if frozen is not None:  # decoupled weight decay has moved them
-                            shared[frozen] = as_it_was
+                            theta[frozen] = as_it_was
                         self.step += 1
 
     def _upload_gradient(self, theta: Tensor, grad: Tensor) -> None:
@@ -250,6 +314,15 @@ class Session:
         if layout.personal:
             self._moments = self._moments or optimizer.begin(theta[own])
             optimizer.step(theta[own], grad[own], self._moments, self.task.rate(self.step))
+
+    def _mean_gradient(self, way: Tensor) -> Tensor:
+        """Of all steps that have been taken since the model was received."""
+        optimizer, trained = self.task.optimizer, self.solver.layout.parameters
+        assert isinstance(optimizer, Sgd) and self._moments is not None, "the server has seen to it"
+        momentum = self._moments["momentum"][:trained].cpu()
+        taken = self.step - self.job.first_step
+        found = optimizer.mean_gradient(way[:trained], momentum, taken, self.task.lr)
+        return functional.pad(found, (0, len(way) - trained))
 
     def _samples(self) -> tuple[Tensor, Tensor]:
         """The client's training samples, ready for the model if they are not too many."""
@@ -284,7 +357,9 @@ class Session:
             and self.task.objective.isotropic
             and type(self.task.optimizer) is Sgd
             and not self.task.keep_optimizer
-            and self.frozen is None
+            and self.still() is None
+            and not self._elsewhere
+            and self.task.upload != "path"
             and "anchor" not in self.vectors
         )
 
@@ -292,6 +367,9 @@ class Session:
 
     def finish(self) -> Outcome:
         """What has come of the training."""
+        if self._moments is not None:
+            trained = self.vector[: self.solver.layout.trainable]
+            self.task.optimizer.end(trained, self._moments)
         for step in self.task.client_steps:
             self._take_part(step, step.after)
         shared, own = (part.cpu() for part in self.solver.layout.split(self.vector))
@@ -306,6 +384,8 @@ class Session:
         elif self.task.upload == "gradient":
             assert self.gradient is not None, "a gradient is what the one step of the task finds"
             upload = self.gradient.cpu()
+        elif self.task.upload == "path":
+            upload = self._mean_gradient(shared - self.received)
         return Outcome(upload, self.extras, self.memory)
 
 

@@ -138,8 +138,11 @@ class Executor:
             numbers.append([])
             for begin in range(0, len(exam.clients), max(1, size)):
                 part = slice(begin, begin + size)
-                own = None if exam.personal is None else exam.personal[part]
-                numbers[-1].append(self._ask_scores(Exam(exam.params, exam.clients[part], own)))
+                some = exam._replace(
+                    clients=exam.clients[part],
+                    memories=None if exam.memories is None else exam.memories[part],
+                )
+                numbers[-1].append(self._ask_scores(some))
         self._feed()
         while not all(number in self._scores for parts in numbers for number in parts):
             self._receive()

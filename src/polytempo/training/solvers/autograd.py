@@ -7,19 +7,24 @@ model per client.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from polytempo.core.client_steps import ClientStep, with_offset
 from polytempo.core.layout import ALL_SHARED, Layout, Parts
 from polytempo.core.rng import stream_seed
 from polytempo.data import Federation
-from polytempo.training.jobs import Exam, Job, Outcome
+from polytempo.training.features import last_features
+from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
 from polytempo.training.problem import Problem, Score, problem_for
 from polytempo.training.session import EVALUATION_BATCH, Session
 from polytempo.training.solvers.vocabulary import Vocabulary
+
+Answer = Callable[[Tensor, slice], Tensor]
 
 
 class Solver(Protocol):
@@ -36,6 +41,10 @@ class Solver(Protocol):
 
     def evaluate(self, exam: Exam) -> list[Score]:
         """The model on the test split of each of the clients that the exam names."""
+        ...
+
+    def offset(self, client: int, steps: Sequence[ClientStep]) -> Tensor | None:
+        """What these steps add to the outputs of the client's model."""
         ...
 
 
@@ -69,25 +78,68 @@ class AutogradSolver:
 
     @torch.inference_mode()
     def evaluate(self, exam: Exam) -> list[Score]:
-        if exam.personal is None:
-            self.load(exam.params)
-            return [self.score(self.federation.test[client]) for client in exam.clients]
-        scores = []
-        for client, personal in zip(exam.clients, exam.personal, strict=True):
-            self.load(exam.params, personal)
-            scores.append(self.score(self.federation.test[client]))
+        scores: list[Score] = []
+        memories = exam.memories or [{}] * len(exam.clients)
+        for client, memory in zip(exam.clients, memories, strict=True):
+            if not scores or exam.memories is not None:  # else it is loaded already
+                model = exam.params
+                for step in exam.steps:
+                    model = step.use(model, memory)
+                self.load(model, memory.get(PERSONAL))
+            offset = self.offset(client, with_offset(exam.steps))
+            answer = self._answer(client, exam.steps)
+            scores.append(self.score(self.federation.test[client], offset, answer))
         return scores
+
+    def _answer(self, client: int, steps: Sequence[ClientStep]) -> Answer | None:
+        """What the client makes of the outputs of the model that is loaded, and of the samples for
+        which they are; None if it takes them as they are."""
+        asked = [step for step in steps if type(step).answer is not ClientStep.answer]
+        if not asked:
+            return None
+        shard = self.federation.train[client]
+        known = self.features(shard), self.y[shard]
+
+        def answer(outputs: Tensor, part: slice) -> Tensor:
+            features = self.features(part)
+            for step in asked:
+                outputs = step.answer(outputs, features, known)
+            return outputs
+
+        return answer
+
+    def features(self, shard: slice) -> Tensor:
+        """What enters the last linear layer of the model that is loaded, for these samples."""
+        module = self.layout.module.eval()
+        begins = range(shard.start, shard.stop, EVALUATION_BATCH)
+        parts = [self.x[k : min(k + EVALUATION_BATCH, shard.stop)] for k in begins]
+        return torch.cat([last_features(module, self.inputs(part)) for part in parts])
+
+    def offset(self, client: int, steps: Sequence[ClientStep]) -> Tensor | None:
+        """What these steps add to the outputs of the client's model."""
+        targets, found = self.y[self.federation.train[client]], None
+        for step in steps:
+            more = step.offset(targets, self.federation.outputs)
+            if more is not None:
+                found = more if found is None else found + more
+        return None if found is None else found.to(self.device)
 
     def load(self, shared: Tensor, personal: Tensor | None = None) -> None:
         """Make this the model that `score` judges."""
         self.layout.load(shared, personal)
 
-    def score(self, shard: slice) -> Score:
-        """The model that is loaded, on these samples (under inference_mode)."""
+    def score(
+        self, shard: slice, offset: Tensor | None = None, answer: Answer | None = None
+    ) -> Score:
+        """The model that is loaded, with this added to its outputs and this made of them, on these
+        samples (under inference_mode)."""
         found = Score({})
         for begin in range(shard.start, shard.stop, EVALUATION_BATCH):
             part = slice(begin, min(begin + EVALUATION_BATCH, shard.stop))
-            found += Score(self.problem.sums(self.outputs(part), self.y[part]))
+            outputs = self.outputs(part)
+            outputs = outputs if offset is None else outputs + offset
+            outputs = outputs if answer is None else answer(outputs, part)
+            found += Score(self.problem.sums(outputs, self.y[part]))
         return found
 
     def outputs(self, shard: slice) -> Tensor:

@@ -61,11 +61,12 @@ class Vocabulary:
     width: int
 
     @classmethod
-    def of(cls, layout: Layout) -> Vocabulary | None:
-        """None if the module names no table, or does not train it, or some of it stays with the
-        clients."""
+    def of(cls, layout: Layout, weight: Tensor | None = None) -> Vocabulary | None:
+        """Of this table, or the one that the module names. None if it names none, or does not train
+        it, or some of the module stays with the clients."""
         name = {**vars(type(layout.module)), **vars(layout.module)}.get("token_table")
-        weight = layout.module.get_submodule(name).weight if name else None
+        if weight is None and name:
+            weight = layout.module.get_parameter(f"{name}.weight")
         for parameter, place in layout.trained if not layout.personal else ():
             if parameter is weight:
                 return cls(layout, place, parameter.shape[1])

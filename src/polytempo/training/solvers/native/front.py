@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from polytempo.training.solvers.native.chain import (
+from polytempo.training.solvers.native.layers import (
     ACTIVATIONS,
     Activation,
     Conv,

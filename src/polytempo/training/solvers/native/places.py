@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core.layout import Layout
-from polytempo.training.solvers.native.chain import Image, Pair
+from polytempo.training.solvers.native.layers import Image, Pair
 
 Places = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polytempo.core.layout import Layout
 from polytempo.training.solvers.native import front
-from polytempo.training.solvers.native.chain import (
+from polytempo.training.solvers.native.layers import (
     ACTIVATIONS,
     Activation,
     Conv,

@@ -28,10 +28,11 @@ from polytempo.training.jobs import PERSONAL, Job
 from polytempo.training.problem import Classification, Multilabel, NextToken, Problem, Regression
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver
-from polytempo.training.solvers.native.chain import Dense, Unfit, chain
+from polytempo.training.solvers.native.chain import chain
+from polytempo.training.solvers.native.layers import Dense, Unfit
 from polytempo.training.solvers.native.places import Floats, up
 from polytempo.training.solvers.native.program import Program
-from polytempo.training.solvers.vocabulary import Part
+from polytempo.training.solvers.vocabulary import Part, Vocabulary
 
 _LOSSES: Mapping[type[Problem], int] = {
     Classification: 0,
@@ -46,13 +47,14 @@ _KERNELS = Path(__file__).parent / "kernels"
 _AT_ONCE = 2**24  # numbers: larger shards are made ready batch by batch
 _ROOM = 64  # samples that buffers are made for at first
 _KEPT = 2**27  # bytes of products of samples that are remembered
+_WORTH_KEEPING = 2**16  # bytes of those of one client
 _BY_PRODUCTS = (0, 1, 3, 4)  # objectives that a layer in dual form can have
 
 
 class _Run(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "labels", "targets", "rows", "ends")),
-        *((name, ctypes.c_void_p) for name in ("rates", "noise")),
+        *((name, ctypes.c_void_p) for name in ("rates", "noise", "offset")),
         *(
             (name, ctypes.c_int64)
             for name in ("steps", "taken", "optimiser", "objective", "masked")
@@ -83,6 +85,13 @@ class NativeSolver(AutogradSolver):
         except Unfit as error:
             raise Unfit(f"{type(module).__name__}: {error}") from error
         self.program = Program(layers, self.layout, _LOSSES[type(self.problem)])
+        if (self.program.gated is not None) != (type(self.problem) is NextToken):
+            raise Unfit(f"{type(module).__name__}: it is not known for {self.problem.name}")
+        if self.program.filters is not None:
+            embedding = self.program.filters.embedding
+            if self.program.table.hole is None and bool(embedding[0].any()):
+                raise Unfit(f"{type(module).__name__}: padding has a vector that is not zero")
+            self.vocabulary = Vocabulary.of(self.layout, embedding)
         self._library = library(self.program.text, _KERNELS)
         _declare(self._library)
         self._net = ctypes.addressof(self.program.net)
@@ -93,7 +102,8 @@ class NativeSolver(AutogradSolver):
         self._train_samples = _Samples(self)
         self._test_samples = _Samples(self)
         self._targets = self._as_targets()
-        self._grams: OrderedDict[int, Floats] = OrderedDict()
+        self._grams: OrderedDict[int, Floats] = OrderedDict()  # the most recent one comes last
+        self._gram_bytes = 0
         self._dual_room = _aligned(0)
         self._check()
 
@@ -233,6 +243,7 @@ class NativeSolver(AutogradSolver):
             _objective(task.objective) is not None
             and type(task.optimizer) in _OPTIMIZERS
             and not (task.upload == "gradient" and self.layout.personal)
+            and (session.offset is None or self.program.gated is None)
             and self._padding_is_zero(session.vector)
         )
 
@@ -249,15 +260,16 @@ class NativeSolver(AutogradSolver):
         if kind:
             anchor = session.vectors.get("anchor", session.received)[: self.layout.parameters]
             self.spread(anchor if part is None else part.anchor, work[2], part)
-        if session.frozen is not None:
-            self.spread(_mask(session.frozen), work[4])
+        still = session.still()
+        if still is not None:
+            self.spread(_mask(still), work[4])
         optimizer: Any = task.optimizer
         adam = isinstance(optimizer, Adam)
         run = _Run(
             taken=session.load_moments(part),
             optimiser=_GRADIENT if task.upload == "gradient" else _OPTIMIZERS[type(optimizer)],
             objective=kind,
-            masked=session.frozen is not None,
+            masked=still is not None,
             momentum=1 - optimizer.beta1 if adam else optimizer.momentum,
             # that of AdamW is not a part of the gradient
             decay=0.0
@@ -318,6 +330,7 @@ class NativeSolver(AutogradSolver):
         run.x, run.labels, run.targets = x, targets.data_ptr(), targets.data_ptr()
         run.rows, run.ends, run.rates = rows.ctypes.data, ends.ctypes.data, rates.ctypes.data
         run.noise = None if noise is None else noise.data_ptr()
+        run.offset = None if session.offset is None else session.offset.data_ptr()
         run.steps = len(steps)
         given = self._space, self._net, _at(self.work), ctypes.addressof(run)
         if dual:
@@ -341,9 +354,9 @@ class NativeSolver(AutogradSolver):
             or type(task.optimizer) is not Sgd
             or kind not in _BY_PRODUCTS
             or "anchor" in session.vectors
-            or session.frozen is not None
+            or session.still() is not None
             or task.keep_optimizer
-            or task.upload == "gradient"
+            or task.upload in ("gradient", "path")
         ):
             return False
         seen = len(steps) * min(samples, task.batch_size)
@@ -352,14 +365,19 @@ class NativeSolver(AutogradSolver):
         return dual < 0.8 * direct
 
     def _gram(self, client: int, samples: int, count: int) -> Floats:
-        """The products of the client's samples with each other."""
-        gram = self._grams.pop(client, None)
-        if gram is None:
-            gram = _aligned(count * up(count))
-            self._library.gram(count, self.program.inputs, samples, _at(gram))
-        self._grams[client] = gram  # the most recent one comes last
-        while len(self._grams) > 1 and sum(g.nbytes for g in self._grams.values()) > _KEPT:
-            self._grams.popitem(last=False)
+        """The products of the client's samples with each other, which are kept if there are many:
+        few are computed again sooner than found."""
+        gram = self._grams.get(client)
+        if gram is not None:
+            self._grams.move_to_end(client)
+            return gram
+        gram = _aligned(count * up(count))
+        self._library.gram(count, self.program.inputs, samples, _at(gram))
+        if gram.nbytes >= _WORTH_KEEPING:
+            self._grams[client] = gram
+            self._gram_bytes += gram.nbytes
+            while len(self._grams) > 1 and self._gram_bytes > _KEPT:
+                self._gram_bytes -= self._grams.popitem(last=False)[1].nbytes
         return gram
 
     def _noise(self, session: Session, step: int) -> Tensor | None:
@@ -415,7 +433,8 @@ class NativeSession(Session):
 
     def keep_moments(self, part: Part | None, taken: int) -> None:
         """Take them out again, if anybody will want them."""
-        if self.task.upload == "gradient" or (not self.task.keep_optimizer and self.finished):
+        wanted = self.task.keep_optimizer or self.task.upload == "path" or not self.finished
+        if self.task.upload == "gradient" or not wanted:
             return
         moments = self.task.optimizer.begin(self.vector if part is None else part.theta)
         for name, row in _MOMENTS[type(self.task.optimizer)].items():

@@ -208,42 +208,53 @@ template <class G, int M, int FROM> TILE void pixel_tile(long n, const Entry *e,
     }
     EACH(j, M) st(d + (FROM + j) / RV * G::ROW + (FROM + j) % RV * 8, acc[j]);
 }
-template <class G, int FROM = 0> INLINE void pixel_tiles(long n, const Entry *e, const float *w, float *d)
+// The filters that have a gradient, for each place where a window may begin: one for each pixel that
+// came out or, if pooling chose it, one of four.
+template <class G, bool POOLED> struct Filters {
+    enum { WAYS = POOLED ? 4 : 1, PLACES = WAYS * G::OH * G::OW };
+    int n[PLACES], at[PLACES];
+    Entry list[PLACES][G::O + 1];
+};
+template <class G, bool POOLED> TILE void collect(const int32_t *off, const float *g, Filters<G, POOLED> &to)
 {
-    constexpr int N = Sizes<G>::N, SIZE = even(N, 13);
+    constexpr int OP = Sizes<G>::OP, N = Sizes<G>::N, RIGHT = G::S * G::SW, UNDER = G::ROW * G::SH;
+    constexpr int WAYS = Filters<G, POOLED>::WAYS;
+    int place = 0;
+    for (int y = 0; y < G::OH; y++)
+        for (int x = 0; x < G::OW; x++, off += POOLED ? OP : 0, place += WAYS) {
+            const float *gp = g + y * G::OUT + x * OP;
+            const int base = (POOLED ? 2 : 1) * (y * UNDER + x * RIGHT);
+            int n[4] = {0, 0, 0, 0};
+            for (int o = 0; o < G::O; o++) {
+                const int t = POOLED ? off[o] - base : 0, low = t >= UNDER;
+                const int k = POOLED ? 2 * low + (t != low * UNDER) : 0;
+                to.list[place + k][n[k]] = {gp[o], o * N * 8};
+                n[k] += gp[o] != 0;
+            }
+            for (int k = 0; k < WAYS; k++)
+                to.n[place + k] = n[k], to.at[place + k] = base + k / 2 * UNDER + k % 2 * RIGHT;
+        }
+}
+
+// One part of the filters after the other, for all places: that part stays in the nearest cache.
+template <class G, bool POOLED, int FROM = 0>
+INLINE void pixel_tiles(const Filters<G, POOLED> &filters, const float *w, float *dx)
+{
+    constexpr int N = Sizes<G>::N, SIZE = even(N, 13), M = FROM + SIZE <= N ? SIZE : N - FROM;
     if constexpr (FROM < N) {
-        pixel_tile<G, (FROM + SIZE <= N ? SIZE : N - FROM), FROM>(n, e, w, d);
-        pixel_tiles<G, FROM + SIZE>(n, e, w, d);
+        for (int k = 0; k < filters.PLACES; k++)
+            if (filters.n[k]) pixel_tile<G, M, FROM>(filters.n[k], filters.list[k], w, dx + filters.at[k]);
+        pixel_tiles<G, POOLED, FROM + SIZE>(filters, w, dx);
     }
 }
 
-// dx += the gradient of the input, pixel by pixel of what came out.
+// dx += the gradient of the input.
 template <class G, bool POOLED>
 static void conv_data_backward(const int32_t *off, const float *g, const float *w, float *dx)
 {
-    constexpr int OP = Sizes<G>::OP, N = Sizes<G>::N, RIGHT = G::S * G::SW, UNDER = G::ROW * G::SH;
-    Entry list[4][G::O + 1];
-    for (int y = 0; y < G::OH; y++)
-        for (int x = 0; x < G::OW; x++, off += POOLED ? OP : 0) {
-            const float *gp = g + y * G::OUT + x * OP;
-            int n[4] = {0, 0, 0, 0};
-            if (POOLED) {
-                const int base = 2 * y * UNDER + 2 * x * RIGHT;
-                for (int o = 0; o < G::O; o++) {
-                    int t = off[o] - base, low = t >= UNDER, k = 2 * low + (t != low * UNDER);
-                    list[k][n[k]] = {gp[o], o * N * 8};
-                    n[k] += gp[o] != 0;
-                }
-                for (int k = 0; k < 4; k++)
-                    if (n[k]) pixel_tiles<G>(n[k], list[k], w, dx + base + k / 2 * UNDER + k % 2 * RIGHT);
-            } else {
-                for (int o = 0; o < G::O; o++) {
-                    list[0][n[0]] = {gp[o], o * N * 8};
-                    n[0] += gp[o] != 0;
-                }
-                if (n[0]) pixel_tiles<G>(n[0], list[0], w, dx + y * UNDER + x * RIGHT);
-            }
-        }
+    static thread_local Filters<G, POOLED> filters;
+    collect(off, g, filters);
+    pixel_tiles(filters, w, dx);
 }
 
 // The gradient of a convolution is whole only after the last sample.

@@ -33,6 +33,7 @@ struct Run {
     const int64_t *rows, *ends;
     const double *rates;
     const float *noise; // for dropout: of one step
+    const float *offset; // what is added to the outputs, if anything
     int64_t steps, taken;
     int64_t optimiser, objective, masked;
     double momentum, decay, beta2, epsilon, strength;
@@ -164,7 +165,7 @@ static Step step_of(const Net *net, const Run *run, long k)
 }
 static Step own(Step h)
 {
-    h.pulled = h.masked = false;
+    h.pulled = false;
     return h;
 }
 
@@ -176,6 +177,9 @@ static void loss(Space *s, const Net *net, const Run *run, const int64_t *rows, 
         next_token_backward(n, length, net->outputs, s->d[last], run->labels, rows);
         return;
     }
+    if (run->offset)
+        for (long m = 0; m < n; m++)
+            for (long o = 0; o < net->outputs; o++) s->d[last][m * up(net->outputs) + o] += run->offset[o];
     loss_backward(net->criterion, n, net->outputs, s->d[last], run->labels, run->targets, rows);
 }
 

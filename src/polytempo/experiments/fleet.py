@@ -1,0 +1,255 @@
+"""The server of a fleet, or one client of it, from the settings of a run: what `polytempo server`
+and `polytempo client` do.
+
+Strategy, model, task and initial weights are those of the simulator with the same settings; what is
+different is that clients are elsewhere, and time is real.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polytempo.core import events
+from polytempo.core.errors import PolytempoError
+from polytempo.experiments.config import RunConfig, write_config
+from polytempo.experiments.fleet_plan import (
+    Undertaking,
+    continued,
+    make_node,
+    one_order,
+    save_beginning,
+)
+from polytempo.experiments.fleet_result import History, account_of, each_client
+from polytempo.experiments.fleet_settings import (
+    AUTO,
+    own_problem,
+    own_samples,
+    problem_name,
+)
+from polytempo.experiments.fleet_trainer import SolverTrainer
+from polytempo.experiments.jobs import Report
+from polytempo.experiments.result import RunResult, result_of, write_result, write_table
+from polytempo.files import Claim, replace_text
+from polytempo.network.fleet.admission import Admission, Policy
+from polytempo.network.fleet.client import FleetClient
+from polytempo.network.fleet.metrics import MetricsServer
+from polytempo.network.fleet.server import FleetServer
+from polytempo.network.fleet.store import JOURNAL, Store
+from polytempo.network.session import Certificates
+from polytempo.nodes.client import ClientNode
+from polytempo.nodes.server import Patience, ServerNode
+from polytempo.training import Problem
+
+WRITE_SECONDS = 5.0  # between two writes of history.csv and clients.csv
+SHOW_SECONDS = 0.1  # between two looks at the progress
+Say = Callable[[dict[str, Any]], None]  # is told what happens: a dictionary with the key "event"
+
+
+def nobody(event: dict[str, Any]) -> None:
+    """Is told, and does not listen."""
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a server listens, whom it lets in, how long it waits for a client in training, and
+    where its metrics are to be had (None: nowhere)."""
+
+    listen: str
+    certificates: Certificates | None = None
+    policy: Policy = "certified"
+    patience: Patience = AUTO
+    metrics: str | None = None
+
+
+class Watch:
+    """Watches a server: its progress for people, its tables on disk."""
+
+    def __init__(
+        self, node: ServerNode, problem: Problem, folder: Path, report: Report, say: Say
+    ) -> None:
+        self.node, self.problem, self.folder = node, problem, folder
+        self.history = History(node, problem)
+        self._report, self._say = report, say
+        self._shown = self._written = 0.0
+        self._told = 0  # rows of the history
+
+    def __call__(self, event: events.Event) -> None:
+        found = events.as_dict(event)
+        if "client" in found:
+            found["name"] = self.node.roster[found["client"]]
+        self._say(found)
+        now = time.monotonic()
+        if now > self._shown + SHOW_SECONDS:
+            self._shown = now
+            self.show()
+        if now > self._written + WRITE_SECONDS:
+            self.write()
+            self._written = time.monotonic()
+
+    def show(self) -> None:
+        node, metric = self.node, self.problem.metrics[0]
+        rows = self.history.rows
+        value = metric.text(rows[-1][metric.name] if rows else None)
+        state = f"t={node.time:,.1f}s  {len(node.here)} clients  {metric.name} {value}"
+        self._report(node.round, node.plan.rounds, state)
+        for row in rows[self._told :]:
+            self._say({"event": "evaluated", **row})
+        self._told = len(rows)
+
+    def write(self) -> None:
+        """What can be looked at while the run goes on."""
+        if rows := self.history.rows:
+            write_table(self.folder / "history.csv", rows)
+        if clients := each_client(self.node, self.problem):
+            write_table(self.folder / "clients.csv", clients)
+
+
+def conduct(
+    what: Undertaking,
+    out: Path,
+    site: Site,
+    *,
+    report: Report = lambda done, rounds, state: None,
+    say: Say = nobody,
+    interrupted: threading.Event | None = None,
+) -> RunResult:
+    """Conduct a run with whoever joins, until it is over or interrupted; the same call in the same
+    folder resumes it."""
+    began = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(Claim(out))
+        stack.enter_context(one_order())
+        what = continued(what, out)
+        config, node = what.config, make_node(what, site.patience)
+        if not (out / JOURNAL).exists():  # what a resumed run depends on is there before the run
+            write_config(out / "config.toml", config)
+            save_beginning(out, what)
+        watch = Watch(node, what.problem, out, report, say)
+        server = FleetServer(
+            node,
+            Store(out),
+            site.listen,
+            certificates=site.certificates,
+            admission=Admission(out, site.policy),
+            watch=watch,
+        )
+        stack.callback(server.close)
+        if node.round > config.rounds:
+            raise PolytempoError(
+                f"{out} has already folded {node.round} updates; ask for more --rounds than "
+                f"{config.rounds}"
+            )
+        write_config(out / "config.toml", config)  # perhaps for more rounds than before
+        if site.metrics is not None:
+            stack.callback(MetricsServer(server, site.metrics).close)
+        say({"event": "listening", "address": server.address})
+        complete = server.run(interrupted or threading.Event())
+        watch.show()
+        wall = {"total": time.monotonic() - began}
+        account = account_of(node, watch.history, what.about, wall)
+        asked = interrupted is not None and interrupted.is_set()
+        result = result_of(account, config.strategy_table, complete, asked)
+        write_result(out, result, config.settings())
+        say({"event": "finished", "result": result.summary})
+    return result
+
+
+# -- a client --------------------------------------------------------------------------------------
+
+
+def run_client(
+    config: RunConfig,
+    out: Path,
+    connect: str,
+    *,
+    name: str,
+    client: int | None = None,
+    own_model: bool = False,
+    certificates: Certificates | None = None,
+    pause: float = 0.0,
+    after: Path | None = None,
+    say: Say = nobody,
+    interrupted: threading.Event | None = None,
+) -> dict[str, Any]:
+    """Take part until the run is over, or interrupted; the same call in the same folder resumes.
+    `own_model`: train the model of the settings, whatever the server says. `after`: connect once
+    this file is there."""
+    data = own_samples(config, name, client)
+    problem = own_problem(config, data)
+    trainer = SolverTrainer(
+        data,
+        problem,
+        model=config.model if own_model else None,
+        solver=config.solver,
+        device=config.device,
+        folder=out,
+    )
+    node = ClientNode("", problem_name(problem), data.samples[0], _tested(data.test[0]))
+    return take_part(
+        node,
+        trainer,
+        out,
+        connect,
+        about=data.description,
+        name=name,
+        certificates=certificates,
+        pause=pause,
+        after=after,
+        say=say,
+        interrupted=interrupted,
+    )
+
+
+def take_part(
+    node: ClientNode,
+    trainer: Any,
+    out: Path,
+    connect: str,
+    *,
+    about: str,
+    name: str | None,
+    certificates: Certificates | None = None,
+    pause: float = 0.0,
+    after: Path | None = None,
+    say: Say = nobody,
+    interrupted: threading.Event | None = None,
+) -> dict[str, Any]:
+    """A client with any trainer; returns what its result.json holds."""
+    began = time.monotonic()
+    interrupted = interrupted or threading.Event()
+    driver = FleetClient(
+        node, trainer, out, connect, certificates=certificates, name=name, watch=say, pause=pause
+    )
+    say({"event": "ready"})
+    while after is not None and not after.exists() and not interrupted.wait(0.05):
+        pass
+    reason = driver.run(interrupted)
+    summary = {
+        "client": node.client,
+        "data": about,
+        "samples": node.samples,
+        "tested": node.test_samples,
+        "complete": reason is not None,
+        "reason": reason,
+        "acknowledged": node.acknowledged,
+        "trained": getattr(trainer, "how", ""),
+        "seconds": time.monotonic() - began,
+    }
+    out.mkdir(parents=True, exist_ok=True)  # nothing is there of one that never got through
+    replace_text(out / "result.json", json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _tested(part: slice) -> int:
+    count: int = part.stop - part.start
+    return count

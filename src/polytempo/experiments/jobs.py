@@ -1,0 +1,179 @@
+"""Many runs, one after the other in this process or several at once, each in a process of its own.
+
+A run of small models gains more from having a core to itself than from sharing two with another, so
+several at once is how a table gets done soonest.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic
+
+from polytempo.core.errors import Diverged, PolytempoError
+from polytempo.core.events import Evaluate, Event
+from polytempo.experiments.compare import settle
+from polytempo.experiments.config import RunConfig
+from polytempo.experiments.run import Attach, LastFederation, interruptible
+from polytempo.simulation import Engine
+from polytempo.simulation.engine import Observer
+
+Report = Callable[[int, int, str], None]  # updates so far, of how many, and how it goes
+Watch = Callable[[str], Report]  # given the label of a run that begins
+_INTERVAL = 0.1  # seconds between two looks at a run: events come faster than a screen changes
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run that is wanted."""
+
+    label: str
+    config: RunConfig
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it went. `diverged`: what was said of it."""
+
+    order: Order
+    complete: bool
+    diverged: str | None = None
+
+
+def reporting(report: Report) -> Attach:
+    """Reports on a run now and then: updates, simulated time and the latest value of the metric."""
+
+    def attach(simulator: Engine, rounds: int) -> Observer:
+        shown = 0.0
+
+        def observe(event: Event | None = None) -> None:
+            nonlocal shown
+            due = event is None or isinstance(event, Evaluate)
+            if not due and monotonic() < shown + _INTERVAL:
+                return
+            shown = monotonic()
+            metric, history = simulator.metric, simulator.history
+            value = metric.text(history[-1][metric.name] if history else None)
+            state = f"t={simulator.time:,.1f}s  {metric.name} {value}"
+            report(simulator.round, rounds, state)
+
+        observe()
+        return observe
+
+    return attach
+
+
+def carry_out_all(orders: Sequence[Order], at_once: int, watch: Watch) -> Iterator[Ended]:
+    """Each run as it ends; what their folders already hold is not run again. After an interrupt no
+    further run begins, and those that had begun can be resumed."""
+    return _in_turn(orders, watch) if at_once == 1 else _side_by_side(orders, at_once, watch)
+
+
+def _in_turn(orders: Sequence[Order], watch: Watch) -> Iterator[Ended]:
+    load = LastFederation()
+    for order in orders:
+        ended, interrupted = _settled(order, load, reporting(watch(order.label)))
+        yield ended
+        if interrupted:
+            return
+
+
+def _settled(order: Order, load: LastFederation, observer: Attach) -> tuple[Ended, bool]:
+    try:
+        result = settle(order.config, order.folder, load, observer)
+    except Diverged as error:
+        return Ended(order, False, str(error)), False
+    complete = bool(result.summary["complete"])
+    return Ended(order, complete), result.interrupted or not complete
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Running:
+    order: Order
+    process: BaseProcess
+    report: Report
+    asked: bool = False  # to end
+
+
+def _side_by_side(orders: Sequence[Order], at_once: int, watch: Watch) -> Iterator[Ended]:
+    """Processes are spawned, not forked: this one may have threads, such as that of a progress
+    bar."""
+    spawn = multiprocessing.get_context("spawn")
+    left, running = deque(orders), dict[Connection, _Running]()
+    with interruptible() as interrupted:
+        try:
+            while running or (left and not interrupted.is_set()):
+                while left and len(running) < at_once and not interrupted.is_set():
+                    order, (ours, theirs) = left.popleft(), spawn.Pipe(duplex=False)
+                    process = spawn.Process(target=_child, args=(order, theirs))
+                    process.start()
+                    theirs.close()
+                    running[ours] = _Running(order, process, watch(order.label))
+                for ready in wait(list(running), timeout=0.2):
+                    assert isinstance(ready, Connection)
+                    ended = _heard(ready, running[ready])
+                    if ended is not None:
+                        running.pop(ready).process.join()
+                        ready.close()
+                        yield ended
+                if interrupted.is_set():
+                    _stop(running.values())
+        finally:
+            _stop(running.values())
+            for each in running.values():
+                each.process.join()
+
+
+def _heard(from_: Connection, running: _Running) -> Ended | None:
+    """What a process has sent: a report, or the end."""
+    try:
+        kind, *said = from_.recv()
+    except EOFError:
+        running.process.join()
+        code, where = running.process.exitcode, running.order.folder
+        if running.asked and code == -signal.SIGTERM:  # it had not begun to listen
+            return Ended(running.order, complete=False)
+        raise PolytempoError(
+            f"{running.order.label}: its process ended with code {code}; run the same command "
+            f"again to continue from the last checkpoint in {where}"
+        ) from None
+    if kind == "report":
+        running.report(*said)
+        return None
+    if kind == "failed":
+        raise PolytempoError(f"{running.order.label}: {said[0]}")
+    complete, diverged = said
+    return Ended(running.order, complete, diverged)
+
+
+def _stop(running: Iterable[_Running]) -> None:
+    """Ask processes to end after a checkpoint, once: a second signal would break them off."""
+    for each in running:
+        if not each.asked:
+            each.process.terminate()
+            each.asked = True
+
+
+def _child(order: Order, to: Connection) -> None:
+    """In a process of its own, and out of reach of Ctrl-C, which the parent passes on."""
+    os.setpgrp()
+    try:
+        observer = reporting(lambda *said: to.send(("report", *said)))
+        ended, _ = _settled(order, LastFederation(), observer)
+        to.send(("ended", ended.complete, ended.diverged))
+    except PolytempoError as error:
+        to.send(("failed", str(error)))
+    except BrokenPipeError:  # the parent was killed: the last checkpoint is what remains
+        sys.exit(1)

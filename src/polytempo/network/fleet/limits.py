@@ -1,0 +1,137 @@
+"""What one client, and all together, may take of a server; and how soon silence is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from polytempo.network.fleet.reading import MOST_FRAME
+
+WINDOW = 262_144  # bytes of one direction that are on the line, or wait in the system's buffers
+
+
+@dataclass(frozen=True)
+class Keepalive:
+    """Milliseconds. For fleets on mobile links choose longer times: each ping wakes the radio.
+
+    An answer may have to wait behind what is on the line already, so that is little (`WINDOW`):
+    a link that carries it within the time-out, 26 KB per second by default, is not taken for dead.
+    """
+
+    time_ms: int = 1_000  # silence after which the other side is asked whether it is there
+    timeout_ms: int = 10_000  # and how long its answer may take
+
+    def options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.keepalive_time_ms", self.time_ms),
+            ("grpc.keepalive_timeout_ms", self.timeout_ms),
+            # Without it an idle client that was frozen was not noticed in 28 s.
+            ("grpc.http2.ping_timeout_ms", self.timeout_ms),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.max_receive_message_length", MOST_FRAME),
+            ("grpc.http2.bdp_probe", 0),  # else the window grows with the queue in front of it
+            ("grpc.http2.lookahead_bytes", WINDOW),
+        ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client, and all together, may take.
+
+    `connections`: streams of all clients. `reconnects`: of one name, per second, after a few that
+    are free. `messages`: of one client, per second (a flood is read more slowly, and costs nobody
+    else anything). `waiting`: messages that a client has not read yet before it is cut off.
+    `memory`: bytes of updates that are on their way in. `extras`: bytes that an update may have
+    beyond twice its vector. `write_seconds`: how long a client may take to accept a quarter of a
+    megabyte. `slowest`: bytes per second that an upload must reach after `hello_seconds`.
+    `unasked`: bytes per second that are read of updates that no work was sent for.
+    `farewell`: seconds for clients to hear that the run is over.
+    """
+
+    connections: int = 10_000
+    reconnects: float = 2.0
+    messages: float = 50.0
+    waiting: int = 1_000
+    memory: int = 2**30
+    extras: int = 2**20
+    write_seconds: float = 20.0
+    hello_seconds: float = 10.0
+    slowest: float = 8_192.0
+    unasked: float = 1e6
+    farewell: float = 5.0
+    keepalive: Keepalive = Keepalive()
+
+    def options(self) -> list[tuple[str, int]]:
+        """gRPC's own."""
+        return [
+            *self.keepalive.options(),
+            ("grpc.max_concurrent_streams", 2),
+            # Clients ping as well, every few seconds; on a machine under load their pings arrive in
+            # bunches. Only a flood of them is cut off (by default one in five minutes is allowed).
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
+            ("grpc.http2.max_ping_strikes", 100),
+            # A connection without a stream, or that never ends its handshake, costs a descriptor.
+            ("grpc.max_connection_idle_ms", 15_000),
+            ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.max_metadata_size", 8_192),
+            ("grpc.so_reuseport", 0),  # a second server on the port is an error
+        ]
+
+
+class Bucket:
+    """So many per second, and a few at once."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst, self._left = rate, burst, burst
+        self._last = time.monotonic()
+
+    def take(self) -> float:
+        """Take one: the seconds to wait before it is there."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._last) * self._rate) - 1
+        self._last = now
+        return max(0.0, -self._left / self._rate)
+
+    def give_back(self) -> None:
+        self._left += 1
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is left of what was taken."""
+        return self._left + (time.monotonic() - self._last) * self._rate >= self._burst
+
+
+class Budget:
+    """Bytes that several take and give back; who finds too few left waits, first come first served.
+    Used from one event loop only."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.taken = size, 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int) -> None:
+        if not self._queue and self.taken + size <= self.size:
+            self.taken += size
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((size, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(size)
+            else:
+                self._queue = deque(found for found in self._queue if found[1] is not turn)
+                self.give_back(0)  # those behind it may fit
+            raise
+
+    def give_back(self, size: int) -> None:
+        self.taken -= size
+        while self._queue and self.taken + self._queue[0][0] <= self.size:
+            wanted, turn = self._queue.popleft()
+            if not turn.done():
+                self.taken += wanted
+                turn.set_result(None)

@@ -1,0 +1,135 @@
+"""Strategies over the network, each from enrolment to its last exam; deployed clients train what
+simulated ones would."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from fleets import TINY, Tap, run_fleet, trained_as_simulated
+from polytempo.experiments.replay import verify
+from polytempo.nodes.star import Continued, Offered
+from polytempo.storage import load_state
+
+SLOW = {3: 0.02}  # seconds after each step
+
+
+def check(outcome, rounds=TINY["rounds"]):
+    """What holds of every fleet that has come to its end."""
+    summary = outcome.result.summary
+    assert summary["complete"] and summary["arrivals"] == rounds
+    assert summary["messages"]["upload"] == rounds
+    done = sum(client["acknowledged"] for client in outcome.clients.values())
+    assert done == rounds
+    assert outcome.result.history[-1]["round"] == rounds
+    assert outcome.result.history[-1]["clients"] == 4
+    verdict = verify(outcome.folder / "server")
+    assert verdict.wrong == [] and verdict.checked == verdict.records
+
+
+@pytest.mark.parametrize("strategy", ["fedasync", "fedbuff", "ace", "pace"])
+def test_a_strategy_runs_over_the_network(strategy, tmp_path):
+    outcome = run_fleet(tmp_path, SLOW, strategy=strategy)
+    check(outcome)
+    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    assert outcome.result.staleness_mean > 0
+
+
+def test_cohorts_start_together_and_are_waited_for(tmp_path):
+    outcome = run_fleet(tmp_path, SLOW, strategy="fedavg", slots=3)
+    check(outcome)
+    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    inside, largest, starting = set(), 0, False
+    for line in (tmp_path / "server" / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "dispatch":
+            assert not inside or starting, "nobody is started before all are in"
+            starting = True
+            inside.add(event["client"])
+        elif event["event"] == "upload":
+            starting = False
+            inside.discard(event["client"])
+        largest = max(largest, len(inside))
+    assert largest == 3
+
+
+def test_multicasts_reach_clients_in_training_between_two_steps(tmp_path):
+    outcome = run_fleet(tmp_path, {2: 0.03, 3: 0.03}, strategy="pace:omega=3", rounds=40)
+    check(outcome, 40)
+    swapped = [record.swapped for record in outcome.records(Continued)]
+    assert any(found.step for found in swapped), "none came in the middle of a training"
+    assert len(outcome.events("restart")) == sum(found.step is not None for found in swapped)
+    assert outcome.result.summary["messages"]["multicast"] >= len(swapped)
+    assert trained_as_simulated(tmp_path)[0] >= 40  # from the new model, with the steps left
+    told = [e for heard in outcome.heard.values() for e in heard if e["event"] == "swapped"]
+    assert sum(e["step"] is not None for e in told) >= len(outcome.events("restart"))
+
+
+def test_urgent_requests_end_a_training_with_its_epoch(tmp_path):
+    options = {"strategy": "port:bound=1,buffer_size=1", "epochs": 30, "rounds": 30}
+    outcome = run_fleet(tmp_path, {0: 0.001, 1: 0.001, 2: 0.001, 3: 0.02}, **options)
+    check(outcome, 30)
+    hurried = [e for e in outcome.heard["client-3"] if e["event"] == "hurried"]
+    trained = [e["seconds"] for e in outcome.heard["client-3"] if e["event"] == "trained"]
+    assert outcome.events("urgent") and hurried
+    whole = 0.02 * 30 * 4  # pauses alone: 30 epochs of 4 steps or more
+    assert min(trained) < whole / 2
+
+
+def test_masks_travel_with_updates(tmp_path):
+    outcome = run_fleet(tmp_path, strategy="casa+:s_0=0.5")
+    check(outcome)
+    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    masks = [record.upload.extras["mask"] for record in outcome.records(Offered)]
+    assert all(mask.dtype == torch.uint8 for mask in masks)
+
+
+def test_clients_choose_among_models(tmp_path):
+    outcome = run_fleet(tmp_path, strategy="ifca:k=2")
+    check(outcome)
+    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    choices = {int(record.upload.extras["choice"]) for record in outcome.records(Offered)}
+    assert choices <= {0, 1}
+    assert outcome.result.clusters is not None
+
+
+def test_a_personal_head_never_leaves_its_client(tmp_path):
+    taps = []
+
+    def through(where):
+        taps.append(Tap(where))
+        return taps[0].address
+
+    hidden = {"model": "mlp:hidden=[8]", "personal": "head", "strategy": "fedbuff"}
+    outcome = run_fleet(tmp_path, through=through, **hidden)
+    check(outcome)
+    compared, node = trained_as_simulated(tmp_path)
+    assert compared >= TINY["rounds"]
+    seen = bytes(taps[0].up) + bytes(taps[0].down)
+    served = node.server.strategy.serve(0)
+    assert served.numpy().tobytes()[:64] in seen, "what is shared is seen by whoever listens"
+    for client in range(4):
+        state = load_state(tmp_path / f"client-{client}" / "client.safetensors")
+        own = state["memory"]["personal"]
+        assert len(own) == 8 * 4 + 4
+        raw = own.numpy().tobytes()
+        for place in range(0, len(raw) - 8, 4):  # no two neighbouring numbers of it
+            assert raw[place : place + 8] not in seen
+    sizes = {len(record.upload.vector) for record in outcome.records(Offered)}
+    assert sizes == {12 * 8 + 8}
+
+
+def test_the_folder_of_a_server_holds_what_a_run_leaves(tmp_path):
+    outcome = run_fleet(tmp_path, strategy="fedasync")
+    files = {path.name for path in (tmp_path / "server").iterdir()}
+    assert files >= {"config.toml", "history.csv", "result.json", "events.jsonl", "clients.csv"}
+    with (tmp_path / "server" / "clients.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["name"] for row in rows} == {f"client-{number}" for number in range(4)}
+    assert all(float(row["accuracy"]) >= 0 for row in rows)
+    mean = sum(float(row["accuracy"]) for row in rows) / 4
+    assert outcome.result.history[-1]["accuracy"] == pytest.approx(mean)
+    assert outcome.result.accuracy_adapted is not None
+    assert outcome.result.seconds > 0 and outcome.result.simulated_time is None
+    assert (tmp_path / "client-0" / "model.safetensors").exists()

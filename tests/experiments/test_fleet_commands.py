@@ -1,0 +1,270 @@
+"""The commands server, client, fleet, admit, revoke, certs and replay as people meet them."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from fleets import TINY, WAIT, run_fleet
+from polytempo import Federation, PolytempoError
+from polytempo.core.task import TASKS, Task
+from polytempo.experiments.config import RunConfig, make_config
+from polytempo.experiments.fleet_settings import (
+    EITHER_WAY,
+    OF_CLIENT,
+    SERVER_SETTINGS,
+    SIMULATED,
+    alone,
+    figures_of,
+    for_fleet,
+    known,
+    own_samples,
+    problem_of,
+    read_patience,
+)
+from polytempo.experiments.fleet_trainer import SolverTrainer
+from polytempo.experiments.replay import differences, verify
+from polytempo.training import problem_for
+
+SMALL = ("--data", TINY["data"], "--model", "linear", "--rounds", 12, "--epochs", 1)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_every_setting_of_a_run_means_something_to_a_fleet_or_is_refused():
+    groups = [*SERVER_SETTINGS, *OF_CLIENT, *SIMULATED, *EITHER_WAY]
+    assert sorted(groups) == sorted(name for name in RunConfig.model_fields if name != "strategy")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("devices", "severe"), ("dropout", "drop"), ("workers", 3), ("until", 9.0), ("check", True)],
+)
+def test_what_is_for_simulations_is_refused_with_what_there_is_instead(name, value):
+    with pytest.raises(PolytempoError, match=f"^{name} = .* is for simulations.*: .*; omit {name}"):
+        for_fleet(make_config({name: value}))
+
+
+def test_a_strategy_without_a_server_is_sent_elsewhere():
+    with pytest.raises(PolytempoError, match="p2p is not a strategy with a server; see"):
+        for_fleet(make_config({"strategy": "p2p"}))
+
+
+def test_a_server_without_data_is_told_their_shape():
+    config = make_config({"clients": 7, "problem": "regression", "rounds": 80})
+    complete, samples = known(config, for_fleet(config), "3x8x8", 2)
+    assert samples.inputs.shape == (3, 8, 8) and complete.clients == 7
+    assert complete.eval_every == 2 and complete.slots == 4
+    assert figures_of(problem_of(complete, samples), samples) >= {"squared", "y.0", "y.1"}
+    for given, said in (
+        (("3xx", 2), "as in 3x32x32"),
+        (("8", None), "needs --outputs too"),
+        ((None, 2), "--outputs goes with --shape"),
+    ):
+        with pytest.raises(PolytempoError, match=said):
+            known(config, for_fleet(config), *given)
+
+
+def test_deadlines_are_read():
+    assert read_patience("none").seconds([5.0], 5.0) == float("inf")
+    assert read_patience("12").seconds([50.0], 5.0) == 12
+    assert read_patience("auto").seconds([50.0], 5.0) == 200
+    with pytest.raises(PolytempoError, match="--deadline soon: give auto, none, or"):
+        read_patience("soon")
+
+
+@pytest.mark.parametrize("data", ["digits", "diabetes", "synthetic-multilabel"])
+def test_the_sums_of_a_score_are_known_without_scoring(data):
+    config = make_config({"data": data, "clients": 5, "limit": 90})
+    _, samples = known(config, for_fleet(config))
+    federation = Federation.load(data, clients=5, limit=90)
+    assert samples.about == federation.description
+    problem = problem_for(federation)
+    outputs = federation.y[:2].new_zeros((2, federation.outputs)).float()
+    assert figures_of(problem, samples) == set(problem.sums(outputs, federation.y[:2]))
+
+
+# -- a client's data and model ---------------------------------------------------------------------
+
+
+def test_a_client_brings_a_file_of_its_own(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 6)).astype(np.float32), np.arange(40) % 3
+    np.savez(tmp_path / "mine.npz", X=x, y=y)
+    data = own_samples(make_config({"data": str(tmp_path / "mine.npz")}), "ann", None)
+    assert data.clients == 1 and data.samples == [30] and data.outputs == 3
+    np.savez(tmp_path / "mine.npz", X=x, y=y, X_test=x[:5], y_test=y[:5])
+    data = own_samples(make_config({"data": str(tmp_path / "mine.npz")}), "ann", None)
+    assert data.samples == [40] and data.test[0].stop - data.test[0].start == 5
+    with pytest.raises(PolytempoError, match="no such file"):
+        own_samples(make_config({"data": str(tmp_path / "yours.npz")}), "ann", None)
+
+
+def test_a_share_of_a_data_set_is_what_the_simulated_client_has(small):
+    for client in range(small.clients):
+        mine = alone(small, client)
+        assert mine.x[mine.train[0]].equal(small.x[small.train[client]])
+        assert mine.y[mine.test[0]].equal(small.y[small.test[client]])
+
+
+def welcome(**other):
+    run = {
+        "model": "linear",
+        "shape": [12],
+        "outputs": 4,
+        "vocabulary": None,
+        "scale": None,
+        "personal": [],
+        "freeze": [],
+        "buffers": "share",
+        "seed": 0,
+        "layout": [["1.weight", [4, 12], "float32"], ["1.bias", [4], "float32"]],
+        "task": TASKS.describe(Task()),
+    }
+    return {**run, **other}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"shape": [13]}, "shape 13, those of .* have 12"),
+        ({"outputs": 3}, "--outputs 4"),
+        ({"model": "os:getcwd"}, "give --model os:getcwd here as well"),
+        ({"model": {"name": "os:getcwd"}}, "does not import"),
+        ({"layout": [["weight", [4, 13], "float32"]]}, "where the server's has weight"),
+        ({"vocabulary": 9}, "knows 9 tokens"),
+        ({"shape": None}, "polytempo.join"),
+        ({"task": {"name": "task", "objective": "os:getcwd"}}, "os:getcwd"),
+    ],
+)
+def test_a_client_says_why_it_cannot_take_part(small, other, said):
+    trainer = SolverTrainer(alone(small, 0), problem_for(small))
+    with pytest.raises(PolytempoError, match=said):
+        trainer.welcome(welcome(**other))
+
+
+# -- a run that goes on ----------------------------------------------------------------------------
+
+
+def test_a_run_that_was_interrupted_goes_on_and_may_be_extended(tmp_path):
+    stop, clients = threading.Event(), threading.Event()
+    first = run_fleet(tmp_path, interrupted=stop, stop_clients=clients, until=5)
+    assert not first.result.summary["complete"] and first.result.summary["arrivals"] >= 5
+    assert json.loads((tmp_path / "client-0" / "result.json").read_text())["complete"] is False
+    for changed, said in (({"lr": 0.5}, "lr"), ({"strategy": "fedasync"}, "strategy")):
+        with pytest.raises(AssertionError, match=f"was made with {said} = "):
+            run_fleet(tmp_path, **changed)
+    second = run_fleet(tmp_path, rounds=30)
+    assert second.result.summary["complete"] and second.result.summary["arrivals"] == 30
+    assert verify(tmp_path / "server").wrong == []
+    history = [row["round"] for row in second.result.history]
+    assert history == sorted(history) and history[-1] == 30
+    with pytest.raises(AssertionError, match="ask for more --rounds than 12"):
+        run_fleet(tmp_path, rounds=12)
+
+
+def test_a_server_ends_with_130_when_it_is_interrupted(tmp_path):
+    command = [sys.executable, "-m", "polytempo", "server", "--listen", "127.0.0.1:0", "--json"]
+    command += [*map(str, SMALL), "--clients", "2", "--out", str(tmp_path / "s")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert json.loads(process.stdout.readline())["event"] == "listening"
+        process.send_signal(signal.SIGINT)
+        said, complaint = process.communicate(timeout=WAIT)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, complaint
+    assert json.loads(said.splitlines()[-1])["result"]["complete"] is False
+    assert "to continue: the same command" in complaint
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def test_a_fleet_of_processes_from_nothing_to_a_table_and_again(polytempo, tmp_path):
+    settings = ("--local", 2, *SMALL, "--strategy", "fedasync", "--out", tmp_path / "f")
+    found = polytempo("fleet", *settings, "--slow", "0.5:3", "--simulate", "--json").json
+    assert found["complete"] and found["arrivals"] == 12 and found["failed"] == {}
+    assert {row["name"] for row in found["clients"]} == {"client-0", "client-1"}
+    assert found["simulated"]["arrivals"] == 12
+    for key in (tmp_path / "f" / "certificates").glob("*.key"):
+        assert key.stat().st_mode & 0o777 == 0o600
+    server = tmp_path / "f" / "server"
+    same = polytempo("replay", server)
+    assert same.code == 0 and same.out.startswith("the same, bit for bit"), same.err
+    table = polytempo("replay", server, "--strategy", "fedbuff")
+    assert "fedasync, recorded" in table.out and "fedbuff, simulated" in table.out
+    assert "is not the folder of a server" in polytempo("replay", tmp_path / "f").error
+    more = polytempo("fleet", *settings, "--rounds", 16, "--json").json
+    assert more["complete"] and more["arrivals"] == 16
+
+
+def test_a_fleet_with_data_of_its_own_is_replayed_on_them(polytempo, tmp_path):
+    """The files are called as the clients are, and so is who was there when."""
+    run_fleet(tmp_path, strategy="fedasync", rounds=8)
+    server, data = tmp_path / "server", tmp_path / "data"
+    config = server / "config.toml"
+    lines = config.read_text().splitlines()
+    unseen = 'data = "what clients bring: shape 12"'
+    config.write_text("\n".join(unseen if x.startswith("data =") else x for x in lines))
+    assert "give --data: a folder" in polytempo("replay", server, "--strategy", "fedbuff").error
+    data.mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("client-0", "client-1", "client-3"):
+        x, y = rng.normal(size=(24, 12)).astype(np.float32), np.arange(24) % 4
+        np.savez(data / f"{name}.npz", X=x, y=y)
+    asked = ("replay", server, "--strategy", "fedbuff", "--data", data)
+    assert "lacks client-2: give one .npz" in polytempo(*asked).error
+    np.savez(data / "client-2.npz", X=x, y=y)
+    assert "fedbuff, simulated" in polytempo(*asked).out
+
+
+def test_a_log_that_leads_elsewhere_is_noticed(tmp_path):
+    run_fleet(tmp_path, strategy="fedasync", rounds=8)
+    events = tmp_path / "server" / "events.jsonl"
+    events.write_text(events.read_text().replace('"upload"', '"drop"', 1))
+    assert "is not that of events.jsonl" in verify(tmp_path / "server").wrong[0]
+    state = {"a": [np.zeros(2), {"b": 1.0}]}
+    other = {"a": [np.array([0.0, -0.0]), {"b": 1}]}
+    assert differences(state, state) == []
+    assert differences(state, other) == ["state/a/0 differs", "state/a/1/b differs"]
+
+
+def test_certificates_for_a_server_and_its_clients(polytempo, tmp_path):
+    made = polytempo("certs", "--out", tmp_path, "--server", "hub=10.0.0.1", "--clients", 2)
+    assert made.code == 0, made.err
+    names = {path.stem for path in tmp_path.glob("*.key")}
+    assert names == {"ca", "hub", "client-0", "client-1"}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("*.key"))
+    assert polytempo("certs", "--out", tmp_path, "--clients", "ann").code == 0
+    assert "invalid client name" in polytempo("certs", "--out", tmp_path, "--clients", "a/b").error
+
+
+def test_admit_and_revoke_write_what_a_server_reads(polytempo, tmp_path):
+    assert polytempo("admit", "ann", "--out", tmp_path).code == 0
+    assert polytempo("revoke", "bob", "--out", tmp_path).code == 0
+    found = json.loads((tmp_path / "admission.json").read_text())
+    assert found["admitted"] == ["ann"] and found["revoked"] == ["bob"]
+    assert "there is no folder" in polytempo("admit", "ann", "--out", tmp_path / "x").error
+
+
+def test_mistakes_are_said_with_their_remedy(polytempo, tmp_path):
+    out = ("--out", tmp_path / "x")
+    both = polytempo("server", "--data", "digits", "--shape", "64", *out).error
+    assert both.startswith("give --data or --shape")
+    assert "--ca, --cert and --key" in polytempo("server", "--ca", "ca.pem", *out).error
+    assert "as in 0.3:5" in polytempo("fleet", "--slow", "many", *out).error
+    assert "what is this client called" in polytempo("client", "--connect", "127.0.0.1:1").error
+    assert (
+        "from 0 to 3"
+        in polytempo(
+            *("client", "--connect", "127.0.0.1:1", "--client", 9, "--clients", 4, *SMALL[:2], *out)
+        ).error
+    )
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,108 @@
+"""Several runs at once: the same results, and no run is lost."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from polytempo.core.errors import PolytempoError
+from polytempo.experiments.config import make_config
+from polytempo.experiments.jobs import Order, carry_out_all
+
+SETTINGS = {"data": "digits", "clients": 5, "limit": 200, "rounds": 12, "epochs": 1, "workers": 1}
+
+
+def orders(folder, *strategies, **more):
+    return [
+        Order(name, make_config({**SETTINGS, **more, "strategy": name}, "test"), folder / name)
+        for name in strategies
+    ]
+
+
+def quiet(label):
+    return lambda *said: None
+
+
+def fingerprints(folder):
+    return {
+        file.parent.name: json.loads(file.read_text())["fingerprint"]
+        for file in folder.glob("*/result.json")
+    }
+
+
+def test_two_at_once_give_the_same_results_as_one(tmp_path):
+    names, seen = ["pace", "fedavg", "majority"], {}
+
+    def watch(label):
+        return lambda done, rounds, state: seen.setdefault(label, []).append((done, rounds, state))
+
+    for at_once in (1, 2):
+        made = carry_out_all(orders(tmp_path / str(at_once), *names), at_once, watch)
+        ended = list(made)
+        assert {each.order.label for each in ended} == set(names)
+        assert all(each.complete and each.diverged is None for each in ended)
+        assert sorted(seen) == sorted(names) and seen["pace"][-1][:2] == (12, 12)
+        assert "accuracy" in seen["pace"][-1][2]
+        seen.clear()
+    assert fingerprints(tmp_path / "1") == fingerprints(tmp_path / "2")
+    assert len(fingerprints(tmp_path / "1")) == 3
+    again = list(carry_out_all(orders(tmp_path / "2", *names), 2, watch))
+    assert all(each.complete for each in again) and not seen  # nothing is run twice
+
+
+def test_a_run_that_diverges_is_told_apart(tmp_path):
+    [ended] = carry_out_all(orders(tmp_path, "fedavg", lr=1e30), 2, quiet)
+    assert not ended.complete and "diverged" in (ended.diverged or "")
+
+
+def test_an_error_names_the_run(tmp_path):
+    wrong = orders(tmp_path, "pace", data=str(tmp_path / "nothing.npz"))
+    with pytest.raises(PolytempoError, match=r"pace: .*nothing\.npz"):
+        list(carry_out_all(wrong, 2, quiet))
+
+
+def test_an_interrupt_leaves_what_can_be_resumed(tmp_path):
+    long = {"rounds": 100_000, "eval_every": 50}
+    begun = []
+
+    def watch(label):
+        def report(done, rounds, state):
+            if done > 20 and label not in begun:
+                begun.append(label)
+                if len(begun) == 2:
+                    signal.raise_signal(signal.SIGINT)
+
+        return report
+
+    ended = list(carry_out_all(orders(tmp_path, "pace", "fedavg", "fedbuff", **long), 2, watch))
+    assert {each.order.label for each in ended} == {"pace", "fedavg"}
+    assert not any(each.complete or each.diverged for each in ended)
+    assert not (tmp_path / "fedbuff").exists()
+    for name in ("pace", "fedavg"):
+        assert (tmp_path / name / "checkpoint.safetensors").exists()
+        assert json.loads((tmp_path / name / "result.json").read_text())["arrivals"] > 20
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_what_to_do(tmp_path):
+    def watch(label):
+        def report(done, rounds, state):
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGKILL)
+
+        return report
+
+    with pytest.raises(PolytempoError, match="ended with code -9; run the same command again"):
+        list(carry_out_all(orders(tmp_path, "pace", rounds=100_000), 2, watch))
+
+
+def test_an_interrupt_before_a_run_has_begun_is_no_error(tmp_path):
+    """The process is asked to end while it still loads its modules."""
+
+    def watch(label):
+        signal.raise_signal(signal.SIGINT)
+        return lambda *said: None
+
+    [ended] = carry_out_all(orders(tmp_path, "pace", "fedavg"), 2, watch)
+    assert ended.order.label == "pace" and not ended.complete and ended.diverged is None

@@ -1,0 +1,250 @@
+"""Descant: the step that overshoots nobody, the label prior, the client's own line."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from dispatching import dispatch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from polytempo import Context, Task, simulate
+from polytempo.core.client_steps import Line, Prior
+from polytempo.core.messages import Staleness, Update
+from polytempo.core.optimizer import Sgd
+from polytempo.strategies import Descant
+from polytempo.training import Exam, Job, make_executor
+from solving import NATIVE
+
+D = 6
+
+
+def ready(clients=4, initial=None, **options) -> Descant:
+    strategy = Descant(**options)
+    start = torch.zeros(D, dtype=torch.float64) if initial is None else initial
+    strategy.setup(Context(start, [10] * clients, Task(), seed=0))
+    return strategy
+
+
+def unit(place: int) -> torch.Tensor:
+    return torch.eye(D, dtype=torch.float64)[place]
+
+
+# -- the step -----------------------------------------------------------------------------------
+
+
+def test_steps_by_hand():
+    """n = 4, s = (1 + tau)^-1/2 / (1 + 0.3 t / 4)^1/2."""
+    strategy = ready()
+    for client in (0, 1, 2):
+        dispatch(strategy, client)
+    strategy.fold(Update(0, 0, unit(0), 10), Staleness(0, 0))
+    first = 1 / math.sqrt(1.075)
+    torch.testing.assert_close(strategy.model_for(0), first * unit(0))
+    # Half of what client 1 proposes is what client 0 has brought already.
+    strategy.fold(Update(1, 1, unit(0) + unit(1), 10), Staleness(1, 1))
+    rate = 1 / math.sqrt(2) / math.sqrt(1.15)
+    left = 1 - first / 2
+    second = first * unit(0) + rate * left * (unit(0) + unit(1))
+    torch.testing.assert_close(strategy.model_for(0), second)
+    # Client 2 proposes to go back: what the others did is not undone more than once.
+    strategy.fold(Update(2, 2, -unit(0), 10), Staleness(2, 2))
+    rate = 1 / math.sqrt(3) / math.sqrt(1.225)
+    third = second - rate * (1 + float(second[0])) * unit(0)
+    torch.testing.assert_close(strategy.model_for(0), third)
+
+
+def test_a_way_that_others_have_gone_already_is_not_gone_again():
+    strategy = ready(a=0.0, fade=0.0)
+    for client in (0, 1):
+        dispatch(strategy, client)
+    strategy.fold(Update(0, 0, 2 * unit(0), 10), Staleness(0, 0))
+    strategy.fold(Update(1, 1, unit(0), 10), Staleness(1, 1))
+    torch.testing.assert_close(strategy.model_for(0), 2 * unit(0))
+
+
+def test_no_displacement_moves_nothing():
+    strategy = ready()
+    dispatch(strategy, 0)
+    strategy.fold(Update(0, 0, torch.zeros(D, dtype=torch.float64), 10), Staleness(0, 0))
+    assert not strategy.model_for(0).any()
+
+
+def distances(draws, project, clients=12, rounds=80):
+    """Clients with quadratic losses that have their minimum in common train to nearly the end, and
+    arrive after long and uneven delays: how far from the minimum the server is, over time."""
+    curvatures = []
+    for _ in range(clients):
+        axes = np.linalg.qr(draws.normal(size=(D, D)))[0]
+        shrink = np.diag(draws.uniform(0, 1, D))  # what training leaves of the distance
+        curvatures.append(torch.from_numpy(axes @ shrink @ axes.T))
+    strategy = ready(
+        clients, torch.from_numpy(draws.normal(size=D)), project=project, a=0.0, fade=0
+    )
+    sent = {}
+    for client in range(clients):
+        dispatch(strategy, client)
+        sent[client] = strategy.t, strategy.model_for(client)
+    found = [float(strategy.model_for(0).norm())]
+    for _ in range(rounds):
+        client = int(draws.integers(clients))
+        begin, start = sent[client]
+        moved = curvatures[client] @ start - start  # the minimum is 0
+        age = strategy.t - begin
+        strategy.fold(Update(client, 0, moved, 10), Staleness(age, age))
+        dispatch(strategy, client)
+        sent[client] = strategy.t, strategy.model_for(client)
+        found.append(float(strategy.model_for(0).norm()))
+    return found
+
+
+@given(st.integers(0, 2**32))
+def test_it_never_moves_away_from_a_common_minimum_of_quadratics(seed):
+    found = distances(np.random.default_rng(seed), project=True)
+    assert all(b <= a * (1 + 1e-12) + 1e-12 for a, b in pairwise(found))
+
+
+def test_without_looking_at_what_others_did_it_diverges_there():
+    assert max(distances(np.random.default_rng(0), False, clients=30, rounds=200)) > 20
+
+
+def test_what_is_served_is_a_moving_average():
+    strategy = ready(clients=3, horizon=1.0)
+    mean = torch.zeros(D, dtype=torch.float64)
+    for t in range(1, 9):
+        dispatch(strategy, 0)
+        strategy.fold(Update(0, t, unit(t % D), 10), Staleness(0, 0))
+        mean = mean + (strategy.model_for(0) - mean) / min(3.0, max(1.0, t / 2))
+        torch.testing.assert_close(strategy.serve(1), mean)
+
+
+def test_only_what_clients_in_training_hold_is_kept():
+    strategy = ready()
+    for t in range(10):
+        dispatch(strategy, 0)
+        strategy.fold(Update(0, t, unit(0), 10), Staleness(0, 0))
+    assert len(strategy.history) == 1
+    dispatch(strategy, 1)
+    strategy.lost(1)
+    assert len(strategy.history) == 1
+
+
+def test_options_become_the_task():
+    steps = ready(beta=0.25, memory=3, prior=0.2).task(0).client_steps
+    assert steps == (Prior(0.2), Line(0.25, 3))
+    assert ready(beta=0, prior=0).task(0).client_steps == ()
+    assert ready().task(0).upload == "delta"
+    assert ready(weight_decay=0.01).task(0).optimizer == Sgd(weight_decay=0.01)
+    assert ready().task(0).optimizer == Sgd()
+
+
+# -- the prior ----------------------------------------------------------------------------------
+
+
+def test_the_prior_is_the_logarithm_of_label_frequencies():
+    found = Prior(0.5).offset(torch.tensor([2, 2, 0, 2]), 4)
+    expected = np.log(np.array([1.5, 0.5, 3.5, 0.5]) / 6)
+    torch.testing.assert_close(found, torch.from_numpy(expected).float())
+
+
+@pytest.mark.parametrize("targets", [torch.rand(5), torch.rand(5, 3), torch.ones(5, 3).long()])
+def test_there_is_none_where_there_are_no_labels(targets):
+    assert Prior().offset(targets, 3) is None
+
+
+def module() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 4))
+
+
+class Shifted(nn.Module):
+    """The same network, with constants added to its outputs."""
+
+    def __init__(self, offset):
+        super().__init__()
+        self.inner, self.offset = module(), offset
+
+    def forward(self, x):
+        return self.inner(x) + self.offset
+
+
+TASK = Task(epochs=2, batch_size=5, lr=0.05, optimizer=Sgd(momentum=0.9, weight_decay=0.1))
+
+
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
+@pytest.mark.parametrize("batch", [5, 64])
+def test_training_under_a_prior_is_training_with_constants_at_the_outputs(small, solver, batch):
+    """Constants, not parameters: weight decay does not touch them."""
+    task = replace(TASK, batch_size=batch)
+    for client in range(3):
+        offset = Prior().offset(small.y[small.train[client]], 4)
+        exact = make_executor(Shifted(offset), small, 3, solver="torch", name="serial")
+        with_prior = make_executor(module(), small, 3, solver=solver, name="serial")
+        start = exact.solver.layout.read()
+        expected = exact.train(Job(client, start, task, ("client", client)))
+        asked = replace(task, client_steps=(Prior(),))
+        found = with_prior.train(Job(client, start, asked, ("client", client)))
+        without = with_prior.train(Job(client, start, task, ("client", client)))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+        assert float((found - without).norm()) > 0.01
+
+
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
+def test_a_client_is_tested_under_its_prior_and_with_its_line(small, solver):
+    backend = make_executor(module(), small, 3, solver=solver, name="serial")
+    model = backend.solver.layout.read()
+    lines = [torch.full_like(model, 0.01 * (client + 1)) for client in range(3)]
+    memories = [{"line": line, "line.trainings": torch.ones(1)} for line in lines]
+    exam = Exam(model, [0, 1, 2], memories, (Prior(), Line(0.5)))
+    [scores] = backend.evaluate([exam])
+    for client, score in enumerate(scores):
+        offset = Prior().offset(small.y[small.train[client]], 4)
+        network = module()
+        nn.utils.vector_to_parameters(model + 0.5 * lines[client], network.parameters())
+        x = small.prepare(small.x[small.test[client]])
+        y = small.y[small.test[client]]
+        outputs = network(x) + offset
+        assert score.sums["correct"] == float((outputs.argmax(1) == y).sum())
+        loss = nn.functional.cross_entropy(outputs, y, reduction="sum").item()
+        assert score.sums["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_prior_is_in_the_model_that_a_user_gets(small):
+    result = simulate(small, model=module, strategy="descant", rounds=40, lr=0.05, adapt_epochs=0)
+    correct = []
+    for client in range(small.clients):
+        network = module()
+        network.load_state_dict(result.model(client))
+        x, y = small.prepare(small.x[small.test[client]]), small.y[small.test[client]]
+        correct.append(float((network(x).argmax(1) == y).float().mean()))
+    assert result.history[-1]["accuracy"] == pytest.approx(np.mean(correct))
+
+
+# -- the line -----------------------------------------------------------------------------------
+
+
+def test_the_line_is_a_mean_over_the_last_trainings_and_stays_at_home(small):
+    backend = make_executor(module(), small, 3, solver="torch", name="serial")
+    start, memory, moved = backend.solver.layout.read(), {}, []
+    task = replace(TASK, upload="delta", client_steps=(Line(0.5, memory=2),))
+    for dispatched in range(4):
+        job = Job(1, start, task, ("client", 1, "dispatch", dispatched), memory=memory)
+        upload, extras, memory = backend.carry_out(job)
+        assert not extras
+        moved.append(upload.double())
+        line = moved[0]
+        for number, each in enumerate(moved[1:], 2):
+            line = line + (each - line) / min(number, 2)
+        torch.testing.assert_close(memory["line"].double(), line, atol=1e-6, rtol=1e-5)
+        assert memory["line.trainings"].tolist() == [dispatched + 1]
+
+
+def test_who_has_not_trained_yet_uses_what_it_is_served():
+    served = torch.arange(3.0)
+    assert Line(0.5).use(served, {}) is served
+    torch.testing.assert_close(Line(0.5).use(served, {"line": torch.ones(3)}), served + 0.5)
