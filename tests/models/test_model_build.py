@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +51,22 @@ def test_the_same_seed_gives_identical_weights_and_another_does_not():
     first, again, other = (flat(build("mlp", INPUTS, seed)) for seed in (7, 7, 8))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_threads_that_build_at_once_get_the_same_weights():
+    """As clients of one process do; each layer gives the other threads time to draw."""
+
+    def slowly(inputs):
+        layers = []
+        for _ in range(4):
+            layers.append(nn.Linear(6, 6))
+            time.sleep(0.005)
+        return nn.Sequential(*layers)
+
+    expected = flat(build(slowly, INPUTS, 7))
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda seed: flat(build(slowly, INPUTS, seed)), [7, 8, 7, 9]))
+    assert torch.equal(made[0], expected) and torch.equal(made[2], expected)
 
 
 def test_weights_do_not_depend_on_the_global_random_state():

@@ -11,7 +11,7 @@ from torch import nn
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import parse
-from polytempo.core.rng import stream_seed
+from polytempo.core.rng import own_torch_randomness, stream_seed
 from polytempo.models.spec import MODELS, Inputs, ModelSpec, for_tokens
 
 Model = str | Mapping[str, Any] | ModelSpec | Callable[..., nn.Module]
@@ -25,7 +25,7 @@ def build(model: Model, inputs: Inputs, seed: int) -> nn.Module:
             is given `inputs`; one that needs none is called without.
     seed:   decides the initial weights, bit for bit; the global random state is left as it was
     """
-    with torch.random.fork_rng(devices=[]):
+    with own_torch_randomness():
         # Only the CPU's generator: torch.manual_seed would also reseed every GPU, unforked.
         torch.default_generator.manual_seed(stream_seed(seed, "model") % 2**63)
         made = _make(model, inputs)

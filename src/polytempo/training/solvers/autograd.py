@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polytempo.core.client_steps import ClientStep, with_offset
 from polytempo.core.layout import ALL_SHARED, Layout, Parts
-from polytempo.core.rng import stream_seed
+from polytempo.core.rng import own_torch_randomness, stream_seed
 from polytempo.data import Federation
 from polytempo.training.features import last_features
 from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
@@ -159,9 +159,7 @@ class AutogradSolver:
 
     def own_randomness(self) -> AbstractContextManager[None]:
         """A context that leaves torch's global random state as it was."""
-        if self.device.type == "cpu":
-            return torch.random.fork_rng(devices=[])
-        return torch.random.fork_rng(devices=[self.device], device_type=self.device.type)
+        return own_torch_randomness(self.device)
 
     def set_randomness(self, *name: str | int) -> None:
         """What layers draw next comes from the stream of that name."""
