@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -67,6 +69,26 @@ def test_threads_that_build_at_once_get_the_same_weights():
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda seed: flat(build(slowly, INPUTS, seed)), [7, 8, 7, 9]))
     assert torch.equal(made[0], expected) and torch.equal(made[2], expected)
+
+
+@pytest.mark.skipif("fork" not in mp.get_all_start_methods(), reason="needs fork")
+def test_a_process_that_is_forked_while_a_thread_builds_can_build_too():
+    begun, over = threading.Event(), threading.Event()
+
+    def endless(inputs):
+        begun.set()
+        over.wait(60)
+        return nn.Linear(6, 6)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(build, endless, INPUTS, 7)
+        assert begun.wait(60)
+        process = mp.get_context("fork").Process(target=build, args=("linear", INPUTS, 7))
+        process.start()
+        process.join(60)
+        over.set()
+    process.kill()
+    assert process.exitcode == 0
 
 
 def test_weights_do_not_depend_on_the_global_random_state():

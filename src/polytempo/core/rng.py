@@ -9,17 +9,8 @@ about random state has to be saved in a checkpoint.
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
-
-_TORCHS_GENERATOR = threading.RLock()  # there is one for all threads of a process
 
 
 def stream_seed(seed: int, *name: str | int) -> int:
@@ -31,20 +22,6 @@ def rng(seed: int, *name: str | int) -> np.random.Generator:
     """The random stream of that name: numpy's usual generator, seeded by `stream_seed`."""
     words = np.frombuffer(_digest(seed, name), "<u4")  # as numpy would take the seed apart
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
-
-
-@contextmanager
-def own_torch_randomness(device: torch.device | None = None) -> Iterator[None]:
-    """For layers that draw from torch's global generators: seed them inside as you like, no other
-    thread that asks here disturbs them, and afterwards they are as they were."""
-    import torch
-
-    if device is None or device.type == "cpu":
-        forked = torch.random.fork_rng(devices=[])
-    else:
-        forked = torch.random.fork_rng(devices=[device], device_type=device.type)
-    with _TORCHS_GENERATOR, forked:
-        yield
 
 
 def _digest(seed: int, name: tuple[str | int, ...]) -> bytes:

@@ -11,7 +11,8 @@ from torch import nn
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import parse
-from polytempo.core.rng import own_torch_randomness, stream_seed
+from polytempo.core.rng import stream_seed
+from polytempo.models.randomness import own_torch_randomness
 from polytempo.models.spec import MODELS, Inputs, ModelSpec, for_tokens
 
 Model = str | Mapping[str, Any] | ModelSpec | Callable[..., nn.Module]

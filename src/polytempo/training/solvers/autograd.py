@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from polytempo.core.client_steps import ClientStep, with_offset
 from polytempo.core.layout import ALL_SHARED, Layout, Parts
-from polytempo.core.rng import own_torch_randomness, stream_seed
+from polytempo.core.rng import stream_seed
 from polytempo.data import Federation
+from polytempo.models.randomness import own_torch_randomness
 from polytempo.training.features import last_features
 from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
 from polytempo.training.problem import Problem, Score, problem_for
