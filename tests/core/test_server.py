@@ -245,6 +245,17 @@ def test_the_work_of_an_arrival_does_not_grow_with_the_slots():
     assert set(server.idle) == set(server.members) - server.open.keys() and len(server.idle) == 20
 
 
+@pytest.mark.parametrize("hook", ["fold", "close_cohort"])
+def test_a_hook_that_does_not_say_whether_something_changed_is_named(hook):
+    class Silent(Probe):
+        pass
+
+    setattr(Silent, hook, lambda self, *given: None)
+    server, sent = begin(3, Silent(), slots=1, refill="cohort")
+    with pytest.raises(PolytempoError, match=f"{hook} returned None; return True if"):
+        server.receive(answer(next(iter(sent.values()))))
+
+
 def test_a_lost_update_changes_neither_round_nor_version():
     server, _ = begin(4, slots=2)
     client = next(iter(server.open))

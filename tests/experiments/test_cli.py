@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.progress import Progress
 
+from polytempo.cli.catalogue import KINDS, known
 from polytempo.cli.commands import COMMANDS, load
 from polytempo.cli.progress import RunProgress
 from polytempo.core.events import Dispatch, Evaluate
@@ -40,8 +41,7 @@ def test_every_command_has_help(command, flag, polytempo):
     outcome = polytempo(command, flag)
     assert outcome.code == 0
     assert re.search(rf"Usage: .*polytempo {command} ", outcome.out)
-    if command != "strategies":
-        assert f"Example: polytempo {command}" in outcome.out
+    assert f"Example: polytempo {command}" in outcome.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -194,6 +194,28 @@ def test_the_table_of_strategies_names_them_all(polytempo):
     out = polytempo("strategies").out
     assert all(f" {name} " in out for name in STRATEGIES)
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_catalogue_lists_all_and_describes_one(kind, polytempo):
+    registry = known(KINDS[kind])
+    listed = {row["name"]: row for row in polytempo(kind, "--json").json}
+    assert list(listed) == sorted(registry)
+    out = polytempo(kind).out
+    for name, row in listed.items():
+        assert row["summary"] and f" {name} " in out
+        page = polytempo(kind, name).out
+        assert f"--{KINDS[kind].setting} {name}" in page
+        assert flat(row["description"]) in flat(page)
+        assert all(f"\n{option}=" in page for option in (*row["required"], *row["parameters"]))
+    setting = KINDS[kind].setting.replace("-", "_")
+    assert setting in RunConfig.model_fields
+    registry.create(KINDS[kind].example)  # can be read
+
+
+def test_a_name_that_is_nearly_right_is_corrected(polytempo):
+    outcome = polytempo("partitions", "dirichlett")
+    assert outcome.code == 2 and "did you mean 'dirichlet'" in flat(outcome.err)
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -67,6 +67,14 @@ class Cached(Momentum):
         return super().fold(update, staleness)
 
 
+class InPlace(Momentum):
+    """Changes the model that clients are training."""
+
+    def fold(self, update, staleness):
+        self.model += 0.1 * (update.vector - self.model)
+        return True
+
+
 class Counted(Momentum):
     """Remembers who has reported in something that does not outlive a file as it is."""
 
@@ -158,3 +166,9 @@ def test_with_a_diagnosis_it_is_the_strategy_that_is_restored(small):
     run(STRATEGIES.create("fedbuff:buffer_size=3"), small, check=True, diagnose=5)
     with pytest.raises(PolytempoError, match="velocity"):
         run(type("Single", (NoVelocity,), {"single_model": True})(), small, check=True, diagnose=5)
+
+
+def test_a_model_that_is_changed_while_clients_train_it_is_noticed_without_a_check(small):
+    with pytest.raises(PolytempoError, match="InPlace changed a model in place after sending it"):
+        run(InPlace(), small, slots=3)
+    run(InPlace(), small, slots=1)  # where nobody trains it, it may

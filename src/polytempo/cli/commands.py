@@ -28,8 +28,19 @@ COMMANDS = {
     "reproduce": Entry(
         "reproduce", "Rerun a paper's table or figure, and show its numbers next to ours."
     ),
-    "strategies": Entry("strategies", "List the strategies with their papers and options."),
     "data": Entry("data", "List the data sets, or show how one is divided among clients."),
+    "strategies": Entry("catalogue", "List the strategies with their options, or describe one."),
+    "partitions": Entry("catalogue", "List the partitions with their options, or describe one."),
+    "shifts": Entry("catalogue", "List the shifts of inputs with their options, or describe one."),
+    "devices": Entry("catalogue", "List the devices with their options, or describe one."),
+    "networks": Entry("catalogue", "List the networks with their options, or describe one."),
+    "dropouts": Entry("catalogue", "List the dropouts with their options, or describe one."),
+    "models": Entry("catalogue", "List the models with their options, or describe one."),
+    "optimizers": Entry("catalogue", "List the optimizers with their options, or describe one."),
+    "schedules": Entry(
+        "catalogue", "List the learning-rate schedules with their options, or describe one."
+    ),
+    "problems": Entry("catalogue", "List the problems with their options, or describe one."),
     "bench": Entry(
         "bench",
         "Measure speed, alternating with a plain torch loop, and against the machine's limits.",

@@ -153,7 +153,7 @@ class Server:
         update = Update(
             update.client, update.number, update.vector, update.samples, update.extras, sent.task
         )
-        self.version += self.strategy.fold(update, self._age(sent))
+        self.version += self._answered("fold", self.strategy.fold(update, self._age(sent)))
         self._sort_latest()
         self.round += 1
         return self._close(update.client, self.strategy.reply_to)
@@ -171,6 +171,14 @@ class Server:
         """The clients in training, most stale first, by what they were last sent."""
         return _InFlights(self)
 
+    def _answered(self, hook: str, changed: object) -> bool:
+        if not isinstance(changed, bool):
+            raise PolytempoError(
+                f"{type(self.strategy).__qualname__}.{hook} returned {changed!r}; return True if "
+                "what is served has changed, else False"
+            )
+        return changed
+
     def _sort_latest(self) -> None:
         """The round is over: put the clients that were sent something in it, the last of `open`, in
         the order of their ids. So all of `open` is in order, and each dispatch was sorted once."""
@@ -186,7 +194,7 @@ class Server:
         if client in self.members:
             self.idle.add(client)
         if self.refill == "cohort" and not self.open:
-            self.version += self.strategy.close_cohort()
+            self.version += self._answered("close_cohort", self.strategy.close_cohort())
         in_flight = self.in_flight()
         self.strategy.training(in_flight)
         refreshed, stopped = self.strategy.refresh(in_flight), self.strategy.urgent(in_flight)

@@ -37,6 +37,7 @@ from polytempo.training import (
     SolverName,
     find_device,
     make_solver,
+    try_model,
 )
 
 MODEL = "model.safetensors"  # in the client's folder: the model that it was handed last
@@ -100,6 +101,7 @@ class SolverTrainer:
         inputs = self._inputs(run)
         self.data = replace(self.data, outputs=inputs.outputs, **_scale(run))
         module = build(self._model(run), inputs, run["seed"])
+        try_model(module, self.data, self.problem)
         parts = Parts(run["personal"], run["freeze"], run["buffers"])
         solver, how, why = make_solver(
             module, self.data, run["seed"], parts, self.device, self.problem, name=self.name

@@ -27,7 +27,7 @@ from polytempo.network.folder import Folder
 from polytempo.network.link import Link
 from polytempo.network.session import Address
 from polytempo.network.wire import check_name
-from polytempo.training import Learner, Score, find_device, make_solver
+from polytempo.training import Learner, Score, find_device, make_solver, try_model
 
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
@@ -81,6 +81,7 @@ def run_peer(
     client = client_of(id, client, clients)
     inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(config.model, inputs, config.seed)
+    try_model(module, federation, config.problem_on(federation))
     solver, how, why = make_solver(
         module,
         federation,

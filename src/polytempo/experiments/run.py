@@ -36,7 +36,7 @@ from polytempo.simulation.reference import Constants, PooledData
 from polytempo.simulation.simulator import slots_of
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import P2P, STRATEGIES, Majority, Pooled
-from polytempo.training import Solver, find_device, make_executor, make_solver
+from polytempo.training import Solver, find_device, make_executor, make_solver, try_model
 from polytempo.training.footprint import peak_memory
 
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
@@ -252,6 +252,7 @@ def make_simulator(
     """The world that the settings describe, at time 0."""
     inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
     module = build(model, inputs, config.seed)
+    try_model(module, federation, config.problem_on(federation))
     strategy = strategy or config.make("strategy")
     parts = config.parts(strategy)
     try:

@@ -22,6 +22,7 @@ class Flight:
     upload: float  # seconds of the upload
     lost: bool = False
     ticket: int = -1  # counter of its arrival event; an older one in the queue is void
+    seen: float | None = None  # the sum of the model that it was sent, if that is watched
 
     def progress(self, time: float) -> float:
         """The share of its training that the client has done by then."""

@@ -34,10 +34,10 @@ from dataclasses import replace
 from typing import Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polytempo.core import events
-from polytempo.core.errors import Diverged, Refused
+from polytempo.core.errors import Diverged, PolytempoError, Refused
 from polytempo.core.messages import (
     Action,
     Dispatch,
@@ -62,6 +62,7 @@ from polytempo.simulation.rehearsal import RehearsedServer
 from polytempo.training import Job
 
 CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
+WATCHED = 100  # dispatches at the beginning whose models nobody may change
 
 
 def slots_of(strategy: Strategy, clients: int, slots: int | None, refill: Refill | None) -> int:
@@ -150,6 +151,12 @@ class Simulator(Engine):
         if flight.lost:
             self._drop(client, self.server.lost)
             return
+        if flight.seen is not None and not _same(flight.seen, _sum(flight.job.params)):
+            raise PolytempoError(
+                f"{type(self.strategy).__qualname__} changed a model in place after sending it to "
+                f"client {client}, which trains it; make a new tensor: write model + change, not "
+                "model.add_(change)"
+            )
         with self._timed("training"):
             vector, extras, memory = self.backend.carry_out(flight.job)
         samples = self.federation.samples[client]
@@ -271,6 +278,7 @@ class Simulator(Engine):
         upload = dispatch.params.nbytes / self.bandwidths[client]
         flight = Flight(number, number, job, self.time + download, seconds, upload)
         flight.lost = fate == "lost"
+        flight.seen = _sum(dispatch.params) if number < WATCHED else None
         self.flights[client] = flight
         self._expect(flight, flight.begin + seconds + upload)
         self._announce(flight)
@@ -301,7 +309,7 @@ class Simulator(Engine):
             # the step in progress is finished before the new model is swapped in
             done = math.ceil(flight.progress(self.time) * total)
             if done < (flight.job.last_step or total):
-                replaced, flight.number = flight.number, number
+                replaced, flight.number, flight.seen = flight.number, number, None
                 self._change_job(flight, flight.job.swapped(done, multicast))
                 self._emit(events.Restart, client, number, replaced, done)
                 return
@@ -340,6 +348,14 @@ class Simulator(Engine):
         flights = [read_flight(found) for found in state["flights"]]
         self.flights = {flight.job.client: flight for flight in flights}
         self.transit = {found["number"]: read_dispatch(found) for found in state["transit"]}
+
+
+def _sum(model: Tensor) -> float:
+    return float(model.sum(dtype=torch.float64))
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or math.isnan(b)  # a model that has diverged is noticed elsewhere
 
 
 def _by_count(changes: Sequence[Change], kind: str) -> dict[int, list[int]]:

@@ -14,6 +14,7 @@ from polytempo.training.memory import ClientMemory
 from polytempo.training.problem import PROBLEMS, Metric, Problem, Score, merged, problem_for
 from polytempo.training.session import Session
 from polytempo.training.solvers.autograd import AutogradSolver, Solver
+from polytempo.training.trial import try_model
 
 __all__ = [
     "PERSONAL",
@@ -37,4 +38,5 @@ __all__ = [
     "make_solver",
     "merged",
     "problem_for",
+    "try_model",
 ]
