@@ -204,11 +204,10 @@ def uci_har(paths: Sequence[Path]) -> Arrays:
 
 def _numbers(content: bytes, name: str) -> Array:
     """A table of numbers, separated by blanks."""
-    rows = len(content.splitlines())
-    numbers = np.array(content.split(), dtype=np.float64)
-    if rows == 0 or len(numbers) % rows:
-        raise PolytempoError(f"{name}: {len(numbers)} numbers in {rows} lines are not a table")
-    return numbers.reshape(rows, -1)
+    try:
+        return np.loadtxt(io.BytesIO(content), ndmin=2)
+    except ValueError as error:
+        raise PolytempoError(f"{name} is not a table of numbers: {error}") from error
 
 
 _ACTIVITIES = dict(A="walking", B="jogging", C="stairs", D="sitting", E="standing", M="kicking")
@@ -220,7 +219,7 @@ def wisdm(paths: Sequence[Path]) -> Arrays:
     each person and activity, the last 15% are for the test."""
     found: dict[str, list[tuple[int, int, Array]]] = {split: [] for split in SPLITS}
     for name, content in unpack(paths, _is_watch):
-        for activity, user, signal in _recordings(content.decode(), name):
+        for activity, user, signal in _recordings(content, name):
             count = len(signal) // WINDOW
             windows = signal[: count * WINDOW].reshape(count, WINDOW, 3).transpose(0, 2, 1)
             kept = count - round(0.15 * count)
@@ -240,26 +239,26 @@ def _is_watch(name: str) -> bool:
     return re.fullmatch(r"data_\d+_accel_watch\.txt", _base(name)) is not None
 
 
-def _recordings(content: str, name: str) -> Iterator[tuple[int, int, Array]]:
+_READING = re.compile(rb"^\s*(\d+),([A-Z]),(\d+),([-+.\dE]+),([-+.\dE]+),([-+.\dE]+) *;? *$", re.M)
+
+
+def _recordings(content: bytes, name: str) -> Iterator[tuple[int, int, Array]]:
     """Activity, user and signal [steps, 3] in order of time, of each known activity in a file of
     lines `user,activity,time,x,y,z;`."""
-    held: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    for line in content.splitlines():
-        if not (line := line.strip().rstrip(";")):
-            continue
-        try:
-            user, activity, *numbers = line.split(",")
-            time, x, y, z = (float(number) for number in numbers)
-        except ValueError as error:
-            raise PolytempoError(
-                f"{name}: {line!r} is not a line of WISDM, user,activity,time,x,y,z;"
-            ) from error
-        if activity in _ACTIVITIES:
-            held.setdefault((activity, user), []).append((time, x, y, z))
-    for (activity, user), rows in sorted(held.items()):
-        table = np.array(rows)
-        table = table[np.argsort(table[:, 0], kind="stable"), 1:]
-        yield list(_ACTIVITIES).index(activity), int(user), table
+    found = _READING.findall(content)
+    lines = [line for line in content.splitlines() if line.strip()]
+    if len(found) != len(lines):
+        wrong = next(line for line in lines if not _READING.match(line))
+        raise PolytempoError(
+            f"{name}: {wrong.decode(errors='replace')!r} is not a line of WISDM, "
+            "user,activity,time,x,y,z;"
+        )
+    table = np.array(found).reshape(-1, 6)
+    numbers = table[:, 2:].astype(np.float64)
+    for number, letter in enumerate(_ACTIVITIES):
+        for user in np.unique(table[table[:, 1] == letter.encode(), 0]):
+            mine = numbers[(table[:, 0] == user) & (table[:, 1] == letter.encode())]
+            yield number, int(user), mine[np.argsort(mine[:, 0], kind="stable"), 1:]
 
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
