@@ -14,7 +14,8 @@ class Site:
 
     ranges: whether a part of a file can be asked for.
     versions: whether the server tells versions of a file apart (ETag).
-    cut: for so many requests (None: all), the connection breaks after `cut_after` bytes.
+    cut: for so many requests, the connection breaks after `cut_after` bytes.
+    stuck: every connection breaks at this byte of a file, and none gets further.
     asked: for each request, the name and what was asked for (the header Range).
     """
 
@@ -22,8 +23,9 @@ class Site:
     files: dict[str, bytes] = field(default_factory=dict)
     ranges: bool = True
     versions: bool = True
-    cut: int | None = 0
+    cut: int = 0
     cut_after: int = 0
+    stuck: int | None = None
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     sent: int = 0
 
@@ -60,11 +62,10 @@ def website() -> Iterator[Site]:
                 self.send_header("ETag", version)
             self.send_header("Content-Length", str(len(content) - start))
             self.end_headers()
-            rest = content[start:]
-            if site.cut is None or site.cut > 0:
-                site.cut = None if site.cut is None else site.cut - 1
+            rest = content[start : site.stuck]
+            if site.cut > 0:
+                site.cut -= 1
                 rest = rest[: site.cut_after]
-                self.close_connection = True
             site.sent += len(rest)
             self.wfile.write(rest)
 

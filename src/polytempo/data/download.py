@@ -89,12 +89,13 @@ def _checked(path: Path, url: str, digest: str | None) -> Arrived:
 def _fetch(remote: Remote, url: str, target: Path, digest: str | None, report: Report) -> None:
     part = target.with_name(target.name + ".part")
     note = target.with_name(target.name + ".part.json")
-    broken = 0
+    idle, before = 0, _there(part)
     while not _transfer(remote, url, part, note, digest, report):
-        broken += 1
-        if broken == TRIES:
+        idle = idle + 1 if _there(part) <= before else 0
+        before = _there(part)
+        if idle == TRIES:
             raise Unavailable(
-                f"broke off after {_there(part):,} bytes, {TRIES} times; the same command resumes "
+                f"broke off after {before:,} bytes, {TRIES} times more; the same command resumes "
                 "there"
             )
     part.replace(target)

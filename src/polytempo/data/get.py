@@ -21,7 +21,7 @@ from polytempo.data.download import Arrived, Report, Unavailable, download, matc
 from polytempo.data.official import Arrays
 from polytempo.data.origin import ORIGINS, Origin
 from polytempo.data.source import canonical, data_folder
-from polytempo.data.stored import at_hand, convert, write
+from polytempo.data.stored import at_hand, convert, lying, write
 from polytempo.files import Claim, replace_text
 
 RECORD = "downloads.json"
@@ -78,7 +78,9 @@ def get(
                 f"get {origin.needs}"
             )
         get(origin.needs, data_dir=data_dir, urls=urls, report=report)
-    if not force and (there := at_hand(name, folder)):
+    # Asked to convert files, only one of our own will do.
+    there = lying(folder, origin.own) if files else at_hand(name, folder)
+    if there and not force:
         return Got(name, there[0], new=False)
     path = folder / origin.own[0][0]
     with Claim(folder / "downloads", "another --data-dir"):
