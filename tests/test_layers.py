@@ -10,7 +10,7 @@ ROOT = Path(polytempo.__file__).parent
 ALLOWED = {
     "core": set(),
     "native": {"core"},
-    "data": {"core"},
+    "data": {"core", "files"},
     "models": {"core"},
     "training": {"core", "data", "models", "native"},
     "nodes": {"core"},

@@ -135,24 +135,24 @@ class Claim:
     """A folder that no other process, and no other part of this one, writes to meanwhile. The
     system lets go of it when the process ends, however that happens."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, instead: str = "another --out") -> None:
         self._path, self._new = folder / LOCK, not folder.exists()
         try:
             _make(folder)
         except OSError as error:
             raise PolytempoError(
-                f"{folder} cannot be made: {error.strerror}; choose another --out"
+                f"{folder} cannot be made: {error.strerror}; choose {instead}"
             ) from error
         try:
             self._file = self._lock()
         except BlockingIOError as error:
             raise PolytempoError(
                 f"{folder} is being written by another run{self._owner()}; wait for it, or choose "
-                "another --out"
+                f"{instead}"
             ) from error
         except OSError as error:
             raise PolytempoError(
-                f"{folder} cannot be written: {error.strerror}; choose another --out"
+                f"{folder} cannot be written: {error.strerror}; choose {instead}"
             ) from error
 
     def _lock(self) -> int:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
-from polytempo.data import PARTITIONS, partition
+from polytempo.data import PARTITIONS, Federation, partition
 from polytempo.data.partition import Assignment, proportional
 
 NAMES = ["iid", "dirichlet", "pathological", "label-groups", "natural", "quantity"]
@@ -237,6 +237,21 @@ def test_impossible_wishes_are_explained(make, clients: int, message: str) -> No
 def test_natural_refuses_more_clients_than_users() -> None:
     with pytest.raises(PolytempoError, match="has 3 users; use clients=3 or fewer"):
         partition.Natural()(CIFAR, 4, rng(0), np.arange(len(CIFAR)) % 3)
+
+
+def test_natural_leaves_out_users_with_few_samples() -> None:
+    y, owner = np.arange(60) % 3, np.repeat([7, 8, 9], [10, 20, 30])
+    found = partition.Natural(min_size=20)(y, 2, rng(0), owner)
+    assert [set(owner[part]) for part in found.indices] == [{8}, {9}]
+    fed = Federation.from_pool(
+        np.zeros((60, 2)), y, owner, partition="natural:min_size=11", test_fraction=0.5
+    )
+    assert fed.clients == 2 and fed.description == "own, 2 clients, natural(min_size=11)"
+    with pytest.raises(PolytempoError, match="has 2 users with 20 samples or more; use clients=2"):
+        partition.Natural(min_size=20)(y, 3, rng(0), owner)
+    with pytest.raises(PolytempoError, match="the largest user has 30 samples"):
+        partition.Natural(min_size=31)(y, 1, rng(0), owner)
+    assert PARTITIONS.describe(partition.Natural()) == {"name": "natural"}
 
 
 def test_options_are_checked_wherever_a_partition_is_made() -> None:

@@ -120,3 +120,23 @@ def test_shakespeares_roles_speak_and_are_continued(real_data: Path) -> None:
     assert int(counts.argmax()) == 1, "the blank is the commonest character"
     few = Federation.load("shakespeare:length=20", data_dir=real_data, clients=5)
     assert few.clients == 5 and few.shape == (20,)
+
+
+def test_digits_by_their_writers(real_data: Path) -> None:
+    need(real_data, "mnist.npz", "mnist_writers.npz")
+    fed = Federation.load("mnist_writers", data_dir=real_data)
+    assert fed.clients == 539 and len(fed.y) == 60_000 and fed.groups is not None
+    sizes = fed.label_counts().sum(axis=1)
+    assert (sizes.min(), sizes.max()) == (19, 131)
+    assert 0.3 < fed.groups.mean() < 0.7, "employees and pupils"
+    many = Federation.load("mnist_writers", data_dir=real_data, partition="natural:min_size=100")
+    assert 0 < many.clients < 539 and many.label_counts().sum(axis=1).min() >= 100
+
+
+def test_hearts_of_four_hospitals(real_data: Path) -> None:
+    need(real_data, "heart_disease4.npz")
+    fed = Federation.load("heart_disease", data_dir=real_data)
+    assert (fed.clients, fed.shape, fed.classes, len(fed.y)) == (4, (13,), 2, 920)
+    assert bool(torch.isfinite(fed.x).all())
+    assert sum(part.stop - part.start for part in fed.test) == 230
+    assert sorted(fed.label_counts().sum(axis=1)) == [123, 200, 294, 303]

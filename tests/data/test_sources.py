@@ -114,9 +114,12 @@ def test_missing_files_are_named_with_the_folder_and_the_remedy(tmp_path: Path) 
     with pytest.raises(PolytempoError) as caught:
         load(tmp_path, "cifar10")
     message = str(caught.value)
-    for part in ("cifar10_train.npz and cifar10_test.npz", str(tmp_path), "POLYTEMPO_DATA"):
+    for part in (
+        *("cifar10_train.npz and cifar10_test.npz", "cifar-10-python.tar.gz", str(tmp_path)),
+        *("POLYTEMPO_DATA", "polytempo data get cifar10"),
+    ):
         assert part in message
-    with pytest.raises(PolytempoError, match="no data folder is set"):
+    with pytest.raises(PolytempoError, match=r"uci_har is not in .*cache/data; get it"):
         Federation.load("uci_har")
 
 

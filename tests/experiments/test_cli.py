@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.progress import Progress
 
+import archives
 from polytempo.cli.catalogue import KINDS, known
 from polytempo.cli.commands import COMMANDS, load
 from polytempo.cli.progress import RunProgress
@@ -16,6 +17,7 @@ from polytempo.core.metric import ACCURACY
 from polytempo.data import available
 from polytempo.experiments.config import RunConfig
 from polytempo.strategies import STRATEGIES
+from websites import website
 
 TINY = ("--clients", 6, "--rounds", 5, "--limit", 120, "--model", "linear", "--epochs", 1)
 
@@ -239,6 +241,40 @@ def test_the_table_of_data_sets_names_them_all(polytempo):
     for info in available():
         assert info.name.partition(":")[0] in out
     assert ".npz" in out
+
+
+def test_data_get_downloads_converts_and_is_listed(polytempo, tmp_path):
+    folder = tmp_path / "data"
+    with website() as site:
+        path = archives.heart_disease(tmp_path)[0]
+        site.files[path.name] = path.read_bytes()
+        outcome = polytempo("data", "get", "heart-disease", "--url", site.url, "--data-dir", folder)
+        assert outcome.code == 0, outcome.err
+        assert f"heart_disease is here now, 38 samples: {folder}" in outcome.out.replace("\n", "")
+        assert "note: heart+disease.zip: its publisher gives no hash" in outcome.err
+        again = polytempo("data", "get", "heart-disease", "--data-dir", folder, "--json").json
+        assert again[0]["new"] is False and len(site.asked) == 1
+        del site.files[path.name]
+        error = polytempo(
+            *("data", "get", "heart-disease", "--url", site.url, "--data-dir", folder, "--force")
+        ).error
+        assert "404" in error and "--from heart+disease.zip" in error
+    listed = polytempo("data", "list", "--data-dir", folder, "--json").json
+    found = {row["name"]: row for row in listed}["heart_disease"]
+    assert found["available"] and found["users"] == 4 and found["licence"] == "CC BY 4.0"
+    figures = ("data", "--data", "heart-disease", "--data-dir", folder, "--json")
+    assert polytempo(*figures).json["clients"] == 4
+
+
+def test_data_get_takes_archives_that_are_here(polytempo, tmp_path):
+    given = [part for path in archives.mnist(tmp_path) for part in ("--from", path)]
+    folder = ("--data-dir", tmp_path / "data")
+    outcome = polytempo("data", "get", "mnist", *given, *folder)
+    assert outcome.code == 0 and "mnist is here now, 60 samples" in outcome.out
+    assert "differs from the official file" in outcome.err
+    error = polytempo("data", "get", "mnist", "cifar10", *given, *folder).error
+    assert "--from and --url FILE are for one data set, but 2 are named" in error
+    assert "come after it" in polytempo("data", *folder, "get", "mnist").error
 
 
 def test_data_tells_how_a_set_is_spread(polytempo):

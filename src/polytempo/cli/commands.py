@@ -1,6 +1,7 @@
 """All commands by name, without loading them: each is imported when it is called.
 
-A command NAME is the function `NAME_command` of its module. Its help line is the first line of that
+A command NAME is the function `NAME_command` of its module, or `NAME_group` if it has commands of
+its own. Its help line is the first line of that
 function's docstring, repeated here so that listing the commands imports nothing; a test compares
 the two.
 """
@@ -28,7 +29,9 @@ COMMANDS = {
     "reproduce": Entry(
         "reproduce", "Rerun a paper's table or figure, and show its numbers next to ours."
     ),
-    "data": Entry("data", "List the data sets, or show how one is divided among clients."),
+    "data": Entry(
+        "data", "List the data sets, get them, or show how one is divided among clients."
+    ),
     "strategies": Entry("catalogue", "List the strategies with their options, or describe one."),
     "partitions": Entry("catalogue", "List the partitions with their options, or describe one."),
     "shifts": Entry("catalogue", "List the shifts of inputs with their options, or describe one."),
@@ -66,13 +69,15 @@ COMMANDS = {
 }
 
 
-def load(name: str) -> TyperCommand:
+def load(name: str) -> TyperCommand | TyperGroup:
     """The command itself, with its options."""
     module = import_module(f"polytempo.cli.{COMMANDS[name].module}")
-    alone = typer.Typer(add_completion=False)
-    alone.command(name)(getattr(module, f"{name}_command"))
+    alone = getattr(module, f"{name}_group", None)
+    if alone is None:
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(getattr(module, f"{name}_command"))
     command = get_command(alone)
-    assert isinstance(command, TyperCommand)
+    assert isinstance(command, TyperCommand | TyperGroup)
     return command
 
 

@@ -2,9 +2,10 @@
 
 from polytempo.data import partition
 from polytempo.data.federation import Federation
+from polytempo.data.get import Got, get
 from polytempo.data.partition import PARTITIONS
 from polytempo.data.shift import SHIFTS
-from polytempo.data.source import SOURCES
+from polytempo.data.source import SOURCES, data_folder
 from polytempo.data.sources import DatasetInfo, available
 
 __all__ = [
@@ -13,6 +14,9 @@ __all__ = [
     "SOURCES",
     "DatasetInfo",
     "Federation",
+    "Got",
     "available",
+    "data_folder",
+    "get",
     "partition",
 ]

@@ -174,7 +174,8 @@ class Federation:
             of the first number; next-token data cannot be divided by label.
         shift: `rotation` or `noise`, to make groups of clients see different features.
         test_fraction: fraction of each client's samples held out for testing.
-        data_dir: folder with the data files; by default the environment variable POLYTEMPO_DATA.
+        data_dir: folder with the data files; by default that of the environment variable
+            POLYTEMPO_DATA, else the one in the user's cache that `polytempo data get` fills.
         limit: use only that many samples, drawn at random.
         problem: what the targets in files of your own are for, where it cannot be guessed.
         validation: for tuning: the test samples are left out, and this fraction of each client's
@@ -308,15 +309,16 @@ class Federation:
                 f"partition {name} goes by labels, but {title} has none: it is for next-token; use "
                 + ("natural, iid or quantity" if pool.users is not None else "iid or quantity")
             )
-        natural = isinstance(divider, Natural) and pool.users is not None
-        if clients is None:
-            clients = len(np.unique(pool.users)) if natural else 20  # type: ignore[arg-type]
+        given = None
+        if isinstance(divider, Natural) and pool.users is not None:
+            given = pool.test
+            clients = len(divider.eligible(pool.users)) if clients is None else clients
+        clients = 20 if clients is None else clients
         assignment = divider(
             strata(pool.y, pool.problem), clients, rng(seed, "data", "partition"), pool.users
         )
         verify(assignment, clients, len(pool.y))
 
-        given = pool.test if natural else None
         # Only labels are stratified: bins of numbers would be too small inside one client.
         labels = pool.y if pool.problem == "classification" else np.zeros(len(pool.y))
         order, train, test = order_clients(

@@ -5,9 +5,8 @@ Official training and test parts are pooled: a federation is split again within 
 
 from __future__ import annotations
 
-import json
-import lzma
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -19,39 +18,50 @@ from polytempo.core.registry import Options
 from polytempo.data import webp
 from polytempo.data.cache import cached
 from polytempo.data.partition import Array
-from polytempo.data.pool import Pool, labels
-from polytempo.data.source import SOURCES, Request, locate, reading
+from polytempo.data.pool import Pool, features, labels
+from polytempo.data.source import SOURCES, Request, reading
+from polytempo.data.stored import locate, read_json
 
 Length = Annotated[int, Field(ge=1)]
 
 
-def _images(name: str, parts: Sequence[tuple[Path, str]], classes: int) -> tuple[Array, Array]:
-    """Images and labels of (file, split) pairs, one after another."""
+def _images(name: str, paths: Sequence[Path], classes: int) -> tuple[Array, Array]:
+    """Images and labels of the training and the test split, which are in one file or in two."""
+    parts = [(paths[0], "train"), (paths[-1], "test")]
     found = []
+    strips = False
     for path, split in parts:
         with reading(path), np.load(path, allow_pickle=False) as archive:
             found.append(labels(archive[f"y_{split}"], len(archive[f"y_{split}"]), name, classes))
+            strips = f"{split}_webp" in archive
     y = np.concatenate(found)
 
     def build() -> Array:
         decoded = []
         for path, split in parts:
             with reading(path), np.load(path, allow_pickle=False) as archive:
-                decoded.append(webp.decode(archive, split))
+                decoded.append(webp.decode(archive, split) if strips else _plain(archive, split))
         return np.concatenate(decoded)
 
-    x = cached(name, list(dict.fromkeys(path for path, _ in parts)), len(y), build)
+    # Strips take seconds to decode; plain arrays are read as fast as a cache would be.
+    x = cached(name, list(dict.fromkeys(paths)), len(y), build) if strips else build()
     if len(x) != len(y):
         raise PolytempoError(
-            f"{name}: {len(x)} images but {len(y)} labels in {parts[0][0].parent}; if the files "
+            f"{name}: {len(x)} images but {len(y)} labels in {paths[0].parent}; if the files "
             "are damaged, download them again"
         )
     return x, y
 
 
+def _plain(archive: Mapping[str, Array], split: str) -> Array:
+    """Images as `polytempo data get` stores them (X_train), or Keras (x_train)."""
+    key = f"x_{split}" if f"x_{split}" in archive else f"X_{split}"
+    return np.asarray(features(archive[key], key))
+
+
 def _texts(path: Path, name: str, classes: int) -> tuple[list[str], Array]:
-    with reading(path), lzma.open(path, "rt", encoding="utf8") as file:
-        stored = json.load(file)
+    with reading(path):
+        stored = read_json(path)
         texts = [str(text) for text in stored["text_train"] + stored["text_test"]]
         return texts, labels(stored["y_train"] + stored["y_test"], len(texts), name, classes)
 
@@ -63,7 +73,6 @@ class Digits(Options):
     description: ClassVar[str] = "handwritten digits, 8x8, grey (scikit-learn)"
     samples: ClassVar[int] = 1_797
     classes: ClassVar[int] = 10
-    files: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, request: Request) -> Pool:
         from sklearn.datasets import load_digits
@@ -85,7 +94,6 @@ class Diabetes(Options):
     description: ClassVar[str] = "diabetes after a year, 10 features (scikit-learn)"
     samples: ClassVar[int] = 442
     problem: ClassVar[str] = "regression"
-    files: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, request: Request) -> Pool:
         from sklearn.datasets import load_diabetes
@@ -103,11 +111,9 @@ class CIFAR10(Options):
     description: ClassVar[str] = "photographs, 32x32, colour"
     samples: ClassVar[int] = 60_000
     classes: ClassVar[int] = 10
-    files: ClassVar[tuple[str, ...]] = ("cifar10_train.npz", "cifar10_test.npz")
 
     def __call__(self, request: Request) -> Pool:
-        train, test = locate("cifar10", request, self.files)
-        x, y = _images("cifar10", [(train, "train"), (test, "test")], self.classes)
+        x, y = _images("cifar10", locate("cifar10", request), self.classes)
         mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
         return Pool("cifar10", x, y, self.classes, mean=mean, std=std)
 
@@ -119,16 +125,15 @@ class CIFAR100(Options):
     description: ClassVar[str] = "photographs, 32x32, colour"
     samples: ClassVar[int] = 60_000
     classes: ClassVar[int] = 100
-    files: ClassVar[tuple[str, ...]] = ("cifar100_train.npz", "cifar100_test.npz")
 
     coarse: bool = False
 
     def __call__(self, request: Request) -> Pool:
-        train, test = locate("cifar100", request, self.files)
-        x, y = _images("cifar100", [(train, "train"), (test, "test")], self.classes)
+        paths = locate("cifar100", request)
+        x, y = _images("cifar100", paths, self.classes)
         classes = self.classes
         if self.coarse:
-            with reading(train), np.load(train, allow_pickle=False) as archive:
+            with reading(paths[0]), np.load(paths[0], allow_pickle=False) as archive:
                 y, classes = archive["coarse"].astype(np.int64)[y], 20
         mean, std = (0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)
         return Pool("cifar100", x, y, classes, mean=mean, std=std)
@@ -141,30 +146,74 @@ class MNIST(Options):
     description: ClassVar[str] = "handwritten digits, 28x28, grey"
     samples: ClassVar[int] = 70_000
     classes: ClassVar[int] = 10
-    files: ClassVar[tuple[str, ...]] = ("mnist.npz",)
 
     def __call__(self, request: Request) -> Pool:
-        (path,) = locate("mnist", request, self.files)
-        x, y = _images("mnist", [(path, "train"), (path, "test")], self.classes)
+        x, y = _images("mnist", locate("mnist", request), self.classes)
         return Pool("mnist", x, y, self.classes, mean=(0.1307,), std=(0.3081,))
+
+
+@SOURCES.register("mnist_writers")
+class MNISTWriters(Options):
+    """The training images of MNIST by the 539 people who wrote them, 19 to 131 images each, in two
+    true groups: employees and pupils. (The writers of the official test images are others, so a
+    part of each writer's own is held out instead.)"""
+
+    description: ClassVar[str] = "handwritten digits by writer, 28x28, grey"
+    samples: ClassVar[int] = 60_000
+    classes: ClassVar[int] = 10
+    users: ClassVar[int] = 539
+
+    def __call__(self, request: Request) -> Pool:
+        digits = MNIST()(request)
+        (path,) = locate("mnist_writers", request)
+        with reading(path), np.load(path, allow_pickle=False) as archive:
+            y, users, series = (archive[f"{key}_train"] for key in ("y", "user", "hsf"))
+        count = len(y)
+        if not np.array_equal(digits.y[:count], y):
+            raise PolytempoError(
+                f"{path}: its labels are not those of MNIST in the same folder, so neither are its "
+                "writers; get both again: polytempo data get mnist mnist-writers --force"
+            )
+        groups = np.unique(series, return_inverse=True)[1]
+        return replace(
+            digits,
+            name="mnist_writers",
+            x=digits.x[:count],
+            y=digits.y[:count],
+            users=users,
+            groups=groups,
+        )
+
+
+@SOURCES.register("fashion_mnist")
+class FashionMNIST(Options):
+    """Fashion-MNIST, complete."""
+
+    description: ClassVar[str] = "pictures of clothes, 28x28, grey"
+    samples: ClassVar[int] = 70_000
+    classes: ClassVar[int] = 10
+
+    def __call__(self, request: Request) -> Pool:
+        x, y = _images("fashion_mnist", locate("fashion_mnist", request), self.classes)
+        return Pool("fashion_mnist", x, y, self.classes, mean=(0.2860,), std=(0.3530,))
 
 
 @SOURCES.register("emnist")
 class EMNIST(Options):
-    """EMNIST in the 47 merged classes; `balanced` keeps the same number of each (42,770 in all)."""
+    """EMNIST in the 47 merged classes: the official Balanced split has as many of each. Of the file
+    emnist47.npz, which has not, `balanced` keeps the same number of each (42,770 in all)."""
 
     description: ClassVar[str] = "handwritten digits and letters, 28x28, grey"
-    samples: ClassVar[int] = 109_405
+    samples: ClassVar[int] = 131_600
     classes: ClassVar[int] = 47
-    files: ClassVar[tuple[str, ...]] = ("emnist47.npz",)
 
     balanced: bool = False
 
     def __call__(self, request: Request) -> Pool:
-        (path,) = locate("emnist", request, self.files)
-        x, y = _images("emnist", [(path, "train"), (path, "test")], self.classes)
-        if self.balanced:
-            with reading(path), np.load(path, allow_pickle=False) as archive:
+        (path,) = locate("emnist", request)
+        x, y = _images("emnist", [path], self.classes)
+        with reading(path), np.load(path, allow_pickle=False) as archive:
+            if self.balanced and "balanced_train" in archive:
                 kept = np.concatenate([archive["balanced_train"], archive["balanced_test"]])
                 x, y = x[kept], y[kept]
         return Pool("emnist", x, y, self.classes, mean=(0.1730,), std=(0.3316,))
@@ -194,10 +243,10 @@ class UCIHAR(Options):
     description: ClassVar[str] = "motion signals of 30 people, 9 channels x 128 steps"
     samples: ClassVar[int] = 10_299
     classes: ClassVar[int] = 6
-    files: ClassVar[tuple[str, ...]] = ("uci_har.npz",)
+    users: ClassVar[int] = 30
 
     def __call__(self, request: Request) -> Pool:
-        (path,) = locate("uci_har", request, self.files)
+        (path,) = locate("uci_har", request)
         x, y, users, _ = _people("uci_har", path, self.classes)
         return Pool(
             "uci_har",
@@ -233,29 +282,52 @@ class WISDM(Options):
     description: ClassVar[str] = "wrist motion of 51 people, 3 channels x 200 steps"
     samples: ClassVar[int] = 6_200
     classes: ClassVar[int] = 6
-    files: ClassVar[tuple[str, ...]] = ("wisdm_watch.npz",)
+    users: ClassVar[int] = 51
 
     def __call__(self, request: Request) -> Pool:
-        (path,) = locate("wisdm", request, self.files)
+        (path,) = locate("wisdm", request)
         x, y, users, test = _people("wisdm", path, self.classes)
         x = x.astype(np.float32) / np.float32(9.81)
         return Pool("wisdm", x, y, self.classes, users=users, test=test)
+
+
+@SOURCES.register("heart_disease")
+class HeartDisease(Options):
+    """Patients of four hospitals, 13 measurements each: is there a disease? Each hospital has test
+    patients of its own.
+
+    What was not measured is filled in with the mean of the training patients who have a value, of
+    all hospitals; then measurements are standardised, by the training patients too. (Cholesterol of
+    0, as in Switzerland, is kept as it was recorded.)
+    """
+
+    description: ClassVar[str] = "patients of 4 hospitals, 13 measurements"
+    samples: ClassVar[int] = 920
+    classes: ClassVar[int] = 2
+    users: ClassVar[int] = 4
+
+    def __call__(self, request: Request) -> Pool:
+        (path,) = locate("heart_disease", request)
+        x, y, users, test = _people("heart_disease", path, self.classes)
+        known = x[~test].astype(np.float64)
+        mean, std = np.nanmean(known, axis=0), np.nanstd(known, axis=0)
+        x = (np.where(np.isnan(x), mean, x) - mean) / np.where(std > 0, std, 1.0)
+        return Pool("heart_disease", x.astype(np.float32), y, self.classes, users=users, test=test)
 
 
 @SOURCES.register("agnews")
 class AGNews(Options):
     """AG News. length: words kept of each text; vocabulary: its largest size."""
 
-    description: ClassVar[str] = "news in brief, text (a part of the official training rows)"
-    samples: ClassVar[int] = 49_840
+    description: ClassVar[str] = "news in brief, text"
+    samples: ClassVar[int] = 127_600
     classes: ClassVar[int] = 4
-    files: ClassVar[tuple[str, ...]] = ("agnews_partial.json.xz",)
 
     length: Length = 64
     vocabulary: Length = 32_000
 
     def __call__(self, request: Request) -> Pool:
-        (path,) = locate("agnews", request, self.files)
+        (path,) = locate("agnews", request)
         x, y = _texts(path, "agnews", self.classes)
         length, size = self.length, self.vocabulary
         return Pool("agnews", x, y, self.classes, length=length, vocabulary=size)
@@ -268,13 +340,12 @@ class Newsgroups20(Options):
     description: ClassVar[str] = "messages of 20 newsgroups, text"
     samples: ClassVar[int] = 18_846
     classes: ClassVar[int] = 20
-    files: ClassVar[tuple[str, ...]] = ("newsgroups20.json.xz",)
 
     length: Length = 200
     vocabulary: Length = 32_000
 
     def __call__(self, request: Request) -> Pool:
-        (path,) = locate("newsgroups20", request, self.files)
+        (path,) = locate("newsgroups20", request)
         x, y = _texts(path, "newsgroups20", self.classes)
         length, size = self.length, self.vocabulary
         return Pool("newsgroups20", x, y, self.classes, length=length, vocabulary=size)

@@ -34,7 +34,6 @@ class Hub(Options):
     """
 
     description: ClassVar[str] = "any labelled data set of the Hugging Face hub"
-    files: ClassVar[tuple[str, ...]] = ()
 
     dataset: str
     image: str | None = None

@@ -4,7 +4,7 @@
 
 A partitioner is called with the labels and returns, for each client, the positions of its samples.
 Positions are disjoint and no client is empty; all samples are used, except by `natural` when it
-draws only some of the users. Ground truth groups are returned where the partition has them.
+takes only some of the users. Ground truth groups are returned where the partition has them.
 """
 
 from __future__ import annotations
@@ -305,7 +305,23 @@ class LabelGroups(Options):
 
 @PARTITIONS.register("natural")
 class Natural(Options):
-    """One client per user of the data set; with fewer clients, that many users drawn at random."""
+    """One client per user of the data set; with fewer clients, that many users drawn at random.
+
+    min_size: leave out users with fewer samples, training and test together.
+    """
+
+    min_size: Size | None = None
+
+    def eligible(self, users: Array) -> Array:
+        """The users that may become clients."""
+        known, sizes = np.unique(users, return_counts=True)
+        kept = known[sizes >= (self.min_size or 1)]
+        if len(kept) == 0:
+            raise PolytempoError(
+                f"natural: min_size={self.min_size}, but the largest user has {sizes.max()} "
+                "samples; use a smaller min_size"
+            )
+        return kept
 
     def __call__(
         self, y: Array, clients: int, rng: np.random.Generator, users: Array | None = None
@@ -315,10 +331,11 @@ class Natural(Options):
                 "natural: this data set has no users; choose another partition, such as dirichlet"
             )
         _check(y, clients)
-        known = np.unique(users)
+        known = self.eligible(users)
         if clients > len(known):
+            enough = f" with {self.min_size} samples or more" if self.min_size else ""
             raise PolytempoError(
-                f"natural: {clients} clients, but the data has {len(known)} users; "
+                f"natural: {clients} clients, but the data has {len(known)} users{enough}; "
                 f"use clients={len(known)} or fewer"
             )
         if clients < len(known):

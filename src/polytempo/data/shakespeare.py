@@ -1,9 +1,7 @@
-"""Shakespeare's plays by role: what 634 people say, to be continued character by character."""
+"""Shakespeare's plays by role: what people say, to be continued character by character."""
 
 from __future__ import annotations
 
-import json
-import lzma
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -12,7 +10,8 @@ from pydantic import Field
 from polytempo.core.registry import Options
 from polytempo.data.partition import Array
 from polytempo.data.pool import Pool
-from polytempo.data.source import SOURCES, Request, locate, reading
+from polytempo.data.source import SOURCES, Request, reading
+from polytempo.data.stored import locate, read_json
 from polytempo.data.text import PADDING
 
 
@@ -31,22 +30,23 @@ def windows(tokens: Array, length: int) -> tuple[Array, Array]:
 
 @SOURCES.register("shakespeare")
 class Shakespeare(Options):
-    """Next character in the lines of 634 roles, each a user with a test part of its own (the end).
+    """Next character in the lines of each role (634 in shakespeare_roles.json.xz; editions differ a
+    little), a user with a test part of its own, the end.
 
     length: characters per sample.
     """
 
-    description: ClassVar[str] = "plays by role, next of 76 characters"
+    description: ClassVar[str] = "plays by role, next character"
     samples: ClassVar[int] = 51_354
+    users: ClassVar[int] = 634
     problem: ClassVar[str] = "next-token"
-    files: ClassVar[tuple[str, ...]] = ("shakespeare_roles.json.xz",)
 
     length: Annotated[int, Field(ge=1)] = 80
 
     def __call__(self, request: Request) -> Pool:
-        (path,) = locate("shakespeare", request, self.files)
-        with reading(path), lzma.open(path, "rt", encoding="utf8") as file:
-            stored = json.load(file)
+        (path,) = locate("shakespeare", request)
+        with reading(path):
+            stored = read_json(path)
             number = {character: place for place, character in enumerate(stored["alphabet"], 1)}
             parts = [
                 (role, test, windows(np.array([number[c] for c in text]), self.length))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import lzma
 import os
+import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,14 @@ from typing import Protocol
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Registry
+from polytempo.data.cache import cache_dir
 from polytempo.data.pool import Pool
+
+
+def data_folder(given: str | Path | None = None) -> Path:
+    """The folder for data files: as given, else that of POLYTEMPO_DATA, else in our cache."""
+    chosen = given or os.environ.get("POLYTEMPO_DATA")
+    return Path(chosen).expanduser() if chosen else cache_dir() / "data"
 
 
 @dataclass(frozen=True)
@@ -26,10 +34,9 @@ class Request:
     seed: int = 0
 
     @property
-    def folder(self) -> Path | None:
-        """The folder for data files: as given, else that of POLYTEMPO_DATA."""
-        given = self.data_dir or os.environ.get("POLYTEMPO_DATA")
-        return Path(given).expanduser() if given else None
+    def folder(self) -> Path:
+        """The folder for data files."""
+        return data_folder(self.data_dir)
 
 
 class Source(Protocol):
@@ -39,29 +46,14 @@ class Source(Protocol):
 
 
 SOURCES: Registry[Source] = Registry("data set")
+# Other names that are in use.
+ALIASES = {"20newsgroups": "newsgroups20", "ag_news": "agnews", "fashionmnist": "fashion_mnist"}
 
 
-def missing(folder: Path | None, files: Sequence[str]) -> list[str]:
-    """Those of the files that are not in the folder."""
-    return [file for file in files if folder is None or not (folder / file).is_file()]
-
-
-def remedy(name: str, folder: Path | None, files: Sequence[str]) -> str:
-    """What to do about missing files."""
-    looked = f"not in {folder}" if folder else "no data folder is set"
-    return (
-        f"{name} needs {' and '.join(files)} ({looked}); set POLYTEMPO_DATA or --data-dir to the "
-        "folder that holds them; digits and synthetic need no files"
-    )
-
-
-def locate(name: str, request: Request, files: Sequence[str]) -> list[Path]:
-    """The paths of a data set's files."""
-    folder = request.folder
-    if lacking := missing(folder, files):
-        raise PolytempoError(f"data set {remedy(name, folder, lacking)}")
-    assert folder is not None
-    return [folder / file for file in files]
+def canonical(name: str) -> str:
+    """The name of a data set as we write it: `uci-har` is `uci_har`."""
+    plain = name.lower().replace("-", "_")
+    return ALIASES.get(plain, plain if plain in SOURCES else name)
 
 
 @contextmanager
@@ -75,7 +67,7 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
     except (
         *(OSError, ValueError, TypeError, EOFError),
-        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+        *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError),
     ) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise PolytempoError(

@@ -17,13 +17,19 @@ import polytempo.data.synthetic_targets  # noqa: F401  (these five register the 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import parse
 from polytempo.data.npz import read_npz
+from polytempo.data.origin import ORIGINS
 from polytempo.data.pool import Pool
-from polytempo.data.source import SOURCES, Request, missing, remedy
+from polytempo.data.source import SOURCES, Request, canonical, data_folder
+from polytempo.data.stored import is_here, remedy
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """One line of the list of data sets. `where` says where it comes from, or what to do."""
+    """One line of the list of data sets. `where` says where it comes from, or what to do.
+
+    users: how many people (or hospitals) the samples belong to, by nature.
+    download: about how many bytes `polytempo data get` fetches; None if there is nothing to get.
+    """
 
     name: str
     available: bool
@@ -32,22 +38,27 @@ class DatasetInfo:
     classes: int | None
     where: str
     problem: str
+    users: int | None = None
+    download: int | None = None
+    licence: str | None = None
+    page: str | None = None
 
 
 def available(data_dir: str | Path | None = None) -> list[DatasetInfo]:
     """The known data sets, and whether their files are at hand."""
-    return [_info(name, Request(data_dir).folder) for name in SOURCES]
+    return [_info(name, data_folder(data_dir)) for name in SOURCES]
 
 
-def _info(name: str, folder: Path | None) -> DatasetInfo:
+def _info(name: str, folder: Path) -> DatasetInfo:
     source: Any = SOURCES[name]
     # An option (synthetic has one for classes) is not a fact about the data set.
     chosen = {field.name for field in dataclasses.fields(source)}
     facts = {key: value for key, value in vars(source).items() if key not in chosen}
-    files: tuple[str, ...] = facts.get("files", ())
-    lacking = missing(folder, files)
-    at_hand = not lacking
-    where = remedy(name, folder, lacking) if lacking else str(folder) if files else "built in"
+    origin = ORIGINS.get(name)
+    at_hand, where = True, "built in"
+    if origin is not None:
+        at_hand = is_here(name, folder)
+        where = str(folder) if at_hand else remedy(name, folder)
     if name == "hub":
         name, at_hand = "hub:owner/dataset", _installed("datasets")
         where = "the Hugging Face hub" if at_hand else 'pip install "polytempo[hub]"'
@@ -59,6 +70,10 @@ def _info(name: str, folder: Path | None) -> DatasetInfo:
         classes=facts.get("classes"),
         where=where,
         problem=facts.get("problem", "classification"),
+        users=facts.get("users"),
+        download=origin.size if origin else None,
+        licence=origin.licence if origin else None,
+        page=origin.page if origin else None,
     )
 
 
@@ -73,7 +88,7 @@ def is_path(name: str | Path) -> bool:
     """Whether this names a file or folder of the user's own, not a known data set."""
     if isinstance(name, Path):
         return True
-    if name in SOURCES or name.startswith("hub:"):
+    if canonical(name) in SOURCES or name.startswith("hub:"):
         return False
     return name.endswith(".npz") or "/" in name.partition(":")[0] or Path(name).is_dir()
 
@@ -92,6 +107,8 @@ def open_pool(
     kind, colon, dataset = str(table.get("name", "")).partition(":")
     if kind == "hub" and colon:
         table = {**table, "name": "hub", "dataset": dataset}
+    elif "name" in table:
+        table["name"] = canonical(str(table["name"]))
     pool = SOURCES.create(table)(request)
     if problem not in (None, pool.problem):
         raise PolytempoError(

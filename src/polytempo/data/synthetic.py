@@ -72,7 +72,6 @@ class Synthetic(Options):
     """
 
     description: ClassVar[str] = "Gaussian classes in groups of clients, made from the seed"
-    files: ClassVar[tuple[str, ...]] = ()
 
     groups: Count = 4
     kind: Literal["labels", "rotation", "permutation", "noise"] = "labels"

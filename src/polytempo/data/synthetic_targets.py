@@ -35,7 +35,6 @@ class SyntheticRegression(Options):
     name: ClassVar[str]
     description: ClassVar[str] = "a linear map per group of clients, made from the seed"
     problem: ClassVar[str] = "regression"
-    files: ClassVar[tuple[str, ...]] = ()
 
     groups: Count = 4
     samples: Size = 100
@@ -71,7 +70,6 @@ class SyntheticMultilabel(Options):
     name: ClassVar[str]
     description: ClassVar[str] = "labels by planes, exchanged between groups, made from the seed"
     problem: ClassVar[str] = "multilabel"
-    files: ClassVar[tuple[str, ...]] = ()
 
     groups: Count = 4
     samples: Size = 100
@@ -111,7 +109,6 @@ class SyntheticText(Options):
     name: ClassVar[str]
     description: ClassVar[str] = "a Markov chain per group of clients, made from the seed"
     problem: ClassVar[str] = "next-token"
-    files: ClassVar[tuple[str, ...]] = ()
 
     groups: Count = 4
     samples: Size = 50

@@ -66,7 +66,7 @@ class RunConfig(BaseModel):
         "see `polytempo data`",
     )
     data_dir: str | None = Field(
-        None, description="folder of data files (default: the environment variable POLYTEMPO_DATA)"
+        None, description="folder of data files (default: POLYTEMPO_DATA, else in the user's cache)"
     )
     clients: Annotated[int, Field(ge=1)] | None = Field(
         None, description="number of clients (default: all natural users, or 20 without any)"

@@ -302,8 +302,8 @@ def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | No
         data = experiment.column(column)[0].settings["data"]
         if data in missing:
             raise PolytempoError(
-                f"{column}: the files of {data} are not here; say where with --data-dir or "
-                "POLYTEMPO_DATA, or choose another --dataset"
+                f"{column}: the files of {data} are not here; get them with `polytempo data get "
+                f"{data}`, say where with --data-dir or POLYTEMPO_DATA, or choose another --dataset"
             )
 
 
