@@ -65,7 +65,8 @@ def test_a_run_writes_a_whole_folder(finished):
     assert outcome.code == 0
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "history.csv", "result.json", "checkpoint.safetensors", "events.jsonl"),
-        *("accuracy.png", "staleness.png", "graph.png", "report.html"),
+        *("accuracy.png", "staleness.png", "graph.png", "report.html", "clients.csv"),
+        *("clients_history.csv", "distribution.png"),
     }
     assert str(folder) in outcome.out
 
@@ -82,7 +83,7 @@ def test_the_plots_are_pictures_with_something_on_them(finished):
 
 def test_the_report_needs_no_other_file(finished):
     text = (finished[0] / "report.html").read_text()
-    assert text.count("data:image/png;base64,") == 3
+    assert text.count("data:image/png;base64,") == 4
     assert 'src="http' not in text
     assert "accuracy.png" not in text
     assert "pace" in text

@@ -46,6 +46,14 @@ def compare_command(
     references: Annotated[
         bool, typer.Option("--references", help="Add the rows standalone and majority.")
     ] = False,
+    fairness: Annotated[
+        bool,
+        typer.Option(
+            "--fairness",
+            help="Add columns: how unequal clients are and, beside standalone, how many are better "
+            "off than alone.",
+        ),
+    ] = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -69,6 +77,7 @@ def compare_command(
             target=target,
             fine_tuned=fine_tuned,
             references=references,
+            fairness=fairness,
             watch=lambda label, seed: progress.watch(f"{label} seed {seed}"),
         )
     if as_json:

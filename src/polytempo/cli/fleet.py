@@ -405,15 +405,17 @@ def _slow(text: str | None) -> TwoSpeed | None:
 def _show_clients(result: RunResult) -> None:
     metric = result.metric
     rows = []
-    for found in sorted(result.summary["clients"], key=lambda row: _by_number(row["name"])):
-        value, adapted = (found[key] for key in (metric.name, f"{metric.name}_adapted"))
+    for found in sorted(result.clients, key=lambda row: _by_number(row["name"])):
+        seconds, stale = found["seconds"], found["staleness"]
         rows.append(
             {
                 "client": found["name"],
-                "samples": found["samples"],
-                "seconds a training": f"{float(found['seconds'] or 'nan'):.3g}",
-                metric.name: metric.text(float(value or "nan")),
-                "adapted": metric.text(float(adapted or "nan")),
+                "samples": str(found["samples"]),
+                "updates": str(found["updates"]),
+                "staleness": "-" if stale is None else f"{stale:.1f}",
+                "seconds a training": "-" if seconds is None else f"{seconds:.3g}",
+                metric.name: metric.text(found[metric.name]),
+                "adapted": metric.text(found[f"{metric.name}_adapted"]),
             }
         )
     if rows:

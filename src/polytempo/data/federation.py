@@ -49,6 +49,7 @@ class Federation:
     groups: the true group of each client, where there is one.
     mean, std: per channel, for images; `prepare` applies them.
     partition: how the samples were divided, as a table of settings.
+    names: what clients are called, where they have names.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Federation:
     description: str
     partition: Mapping[str, Any]
     problem: str = "classification"
+    names: tuple[str, ...] | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -77,6 +79,10 @@ class Federation:
     def clients(self) -> int:
         """Number of clients."""
         return len(self.train)
+
+    def name_of(self, client: int) -> str:
+        """What the client is called: its own name, else its number."""
+        return str(client) if self.names is None else self.names[client]
 
     @cached_property
     def samples(self) -> list[int]:

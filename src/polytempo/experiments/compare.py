@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
@@ -27,9 +25,10 @@ from polytempo.experiments.result import (
     write_table,
 )
 from polytempo.experiments.run import Attach, LastFederation, holds_run, resolve, resume, run
+from polytempo.experiments.tables import by_column, figures, gains, numbers, spread
 from polytempo.files import replace_text
-from polytempo.report import plot_curves, write_html
-from polytempo.simulation.metrics import models_sent
+from polytempo.report import plot_curves, plot_distribution, write_html
+from polytempo.simulation.each_client import known
 from polytempo.strategies import STRATEGIES
 
 COLUMNS = {
@@ -59,6 +58,7 @@ class Comparison:
     complete: bool
     failed: dict[str, str]  # strategies whose training diverged, and what was said of it
     fine_tuned: bool = False  # whether methods with one model are shown fine-tuned, too
+    fairness: bool = False  # whether the table says how unequal clients are
 
     def __post_init__(self) -> None:
         for label, found in self.results.items():
@@ -99,25 +99,76 @@ class Comparison:
             goal = f"s to {share if metric.share else value}"
         else:
             goal = f"s to best of {self.target}"
-        worst = f"{metric.name}_worst10"
-        return [
-            {
-                "strategy": label,
-                "handed": spread([r.value for r in found], metric),
-                "best": spread([self._best(r) for r in found], metric),
-                "adapted": spread([r.adapted for r in found], metric, none="-"),
-                "worst 10%": spread([r.history[-1][worst] for r in found], metric, none="-"),
-                "seconds": spread([r.seconds_taken for r in found]),
-                goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
-                **of_clusters(found, clustered),
-                "messages": spread([messages(r) for r in found], digits=0),
+        table = []
+        for label, found in self.rows().items():
+            each = figures(found)
+            table.append(
+                {
+                    "strategy": label,
+                    "handed": spread(each["handed"], metric),
+                    "best": spread([self._best(r) for r in found], metric),
+                    "adapted": spread(each["adapted"], metric, none="-"),
+                    "worst 10%": spread(each["worst10"], metric, none="-"),
+                    **(self._fairness_of(label) if self.fairness else {}),
+                    "seconds": spread(each["seconds"]),
+                    goal: spread(self._times(found)),
+                    **of_clusters(found, clustered),
+                    "messages": spread(each["messages"], digits=0),
+                }
+            )
+        return table
+
+    def _times(self, found: Sequence[RunResult]) -> list[float | None]:
+        """Until each run reaches the target."""
+        return [result.time_to(self.target_of(index)) for index, result in enumerate(found)]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """The table, and more, in numbers alone: means over seeds, and standard deviations."""
+        rows = []
+        for label, found in self.rows().items():
+            times = self._times(found)
+            columns: dict[str, Sequence[float | None]] = {
+                **figures(found),
+                **self.gains_of(label),
+                "target": [self.target_of(index) for index in range(len(found))],
+                "seconds_to_target": times,
             }
-            for label, found in self.rows().items()
-        ]
+            about = {"strategy": label, "metric": self.metric.name, "seeds": len(found)}
+            reached = sum(time is not None for time in times)
+            rows.append(about | numbers(columns) | {"reached": reached})
+        return rows
+
+    def gains_of(self, label: str) -> dict[str, list[float | None]]:
+        """What clients gain over local training alone, one value for each seed; nothing, if there
+        is no row of that."""
+        alone = next((r for name, r in self.results.items() if is_alone(name)), None)
+        if alone is None or is_alone(label):
+            return {}
+        return by_column([gains(*pair) for pair in zip(self.rows()[label], alone, strict=True)])
+
+    def _fairness_of(self, label: str) -> dict[str, str]:
+        metric, found, each = self.metric, self.rows()[label], figures(self.rows()[label])
+        gained = self.gains_of(label)
+        tested = len(known(found[0].clients, metric.name))
+        better, worse = (
+            f"{spread(gained[name], digits=0)} of {tested}" if gained else "-"
+            for name in ("better_off", "worse_off")
+        )
+        return {
+            "std over clients": spread(each["client_std"], metric, none="-"),
+            "best 10%": spread(each["best10"], metric, none="-"),
+            "better off than alone": better,
+            "worse off": worse,
+        }
 
     def summaries(self) -> list[dict[str, Any]]:
         """Every run's result.json, and what it would be after fine-tuning."""
         return [result.summary for found in self.rows().values() for result in found]
+
+
+def is_alone(label: str) -> bool:
+    """Whether that row is local training without any communication."""
+    return label.partition(":")[0] == "standalone"
 
 
 def worth_tuning(result: RunResult) -> bool:
@@ -138,12 +189,14 @@ def compare(
     target: str | None = None,
     fine_tuned: bool = False,
     references: bool = False,
+    fairness: bool = False,
     watch: Watch | None = None,
 ) -> Comparison:
     """Run every strategy with every seed; what the folder already holds is not run again.
 
     `fine_tuned`: methods with one model have a second row, for what clients have after fine-tuning
     it, with the time that this takes. `references`: standalone and majority are rows, too.
+    `fairness`: the table says how unequal clients are, and who is better off than alone.
     An interrupt ends the comparison after the run that it stopped; calling this again continues. A
     strategy whose training diverges is left out.
     """
@@ -181,7 +234,7 @@ def compare(
     if isinstance(goal, str) and goal not in finished:
         goal = next(iter(finished), goal)
     about = MetricInfo(**metric.about)
-    comparison = Comparison(finished, about, goal, complete, failed, fine_tuned)
+    comparison = Comparison(finished, about, goal, complete, failed, fine_tuned, fairness)
     if complete and finished:
         _write(folder, comparison, settings)
     return comparison
@@ -198,7 +251,7 @@ def settle(
         result = _continue(place, config, federation, observer)
     else:
         result = run(config, place, observer=observer, federation=federation)
-    return replace(result, simulator=None, extensions=())
+    return replace(result, simulator=None, extensions=(), rows=result.clients)
 
 
 def _continue(
@@ -264,33 +317,10 @@ def slug(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+=-]+", "_", label)
 
 
-def messages(result: RunResult) -> float:
-    return float(models_sent(result.summary["messages"]))
-
-
-def spread(
-    values: Sequence[float | None],
-    metric: MetricInfo | None = None,
-    *,
-    digits: int = 1,
-    none: str = "never",
-) -> str:
-    """Mean and, of several seeds, standard deviation; `none`, if there is no value."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return none if not known else f"{len(known)} of {len(values)} seeds"
-    mean = float(np.mean(known))
-    apart = float(np.std(known, ddof=1)) if len(known) > 1 else None
-    if metric is not None:
-        return metric.text(mean, apart)
-    return f"{mean:,.{digits}f}" + ("" if apart is None else f" ± {apart:.{digits}f}")
-
-
 def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
     """summary.csv, results.json, the plots and the report."""
     table, metric = comparison.table(), comparison.metric
-    named = [{"strategy": row["strategy"], "metric": metric.name} | row for row in table]
-    write_table(folder / "summary.csv", named)
+    write_table(folder / "summary.csv", comparison.numbers())
     text = json.dumps(comparison.summaries(), indent=2) + "\n"
     replace_text(folder / "results.json", text)
     if not can_plot():
@@ -308,6 +338,13 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
         )
         for x, what in against.items()
     ]
+    spread = {
+        label: [known(result.clients, metric.name).tolist() for result in found]
+        for label, found in comparison.rows().items()
+    }
+    if all(values for lists in spread.values() for values in lists):
+        path = plot_distribution(spread, metric, folder / "distribution.png")
+        images.append(("How clients differ: sorted, and as boxes; all seeds together", path))
     for label in comparison.results:
         place = next((folder / slug(label)).glob("seed*"))
         for name, caption in PLOTS.items():

@@ -25,6 +25,7 @@ from polytempo.report import (
     plot_clusters,
     plot_curves,
     plot_diagnosis,
+    plot_distribution,
     plot_graph,
     plot_peers,
     plot_similarity,
@@ -32,6 +33,7 @@ from polytempo.report import (
     write_html,
 )
 from polytempo.simulation import Engine, Extension, clusters
+from polytempo.simulation.each_client import known
 from polytempo.simulation.metrics import LAST, convergence_time, final_value, models_sent, time_to
 from polytempo.training import Problem
 from polytempo.training.footprint import peak_memory
@@ -64,6 +66,7 @@ class RunResult:
     simulator: Engine | None = field(default=None, repr=False)  # None when read from a folder
     extensions: Sequence[Extension] = field(default=(), repr=False)
     interrupted: bool = False  # the user asked to stop, perhaps just after the end
+    rows: list[dict[str, Any]] | None = field(default=None, repr=False)  # of clients, if read
 
     def __getattr__(self, name: str) -> Any:
         summary = self.__dict__.get("summary", {})  # copying asks before there is one
@@ -120,7 +123,8 @@ class RunResult:
             f"{name}_best": self.metric.best(row[name] for row in history),
             f"{name}_worst10": history[-1][f"{name}_worst10"],
             f"{name}_weighted": None,
-            f"{name}_std": None,
+            f"{name}_std": self.summary.get(f"{name}_adapted_std"),
+            f"{name}_best10": None,
             "simulated_time": self.summary["simulated_time"] + later,
             "time_to": {
                 target: time_to(history, self.metric, float(target))
@@ -128,7 +132,18 @@ class RunResult:
             },
             "convergence_time": None,
         }
-        return replace(self, summary=summary, history=history)
+        clients = [{**row, name: row[f"{name}_adapted"]} for row in self.clients]
+        return replace(self, summary=summary, history=history, rows=clients)
+
+    @property
+    def clients(self) -> list[dict[str, Any]]:
+        """Each client by itself, as in clients.csv: what it has, how it trained, how good its model
+        was at the last evaluation."""
+        if self.rows is not None:
+            return self.rows
+        tables = (extension.tables() for extension in self.all_extensions())
+        found = next((each["clients"] for each in tables if "clients" in each), ())
+        return [dict(row) for row in found]
 
     def time_to(self, target: float) -> float | None:
         """Simulated seconds until the handed models' metric is first as good as `target`; None if
@@ -294,7 +309,7 @@ def _of_metrics(history: Sequence[Mapping[str, Any]], problem: Problem) -> dict[
         **{f"{name}_{form}": last[f"{name}_{form}"] for form in ("weighted", "std", "worst10")},
         f"{name}_adapted": last[f"{name}_adapted"],
         f"{name}_adapted_worst10": last.get(f"{name}_adapted_worst10"),
-        f"{name}_newcomers": None,
+        **dict.fromkeys(f"{name}_{form}" for form in ("best10", "adapted_std", "newcomers")),
     }
     for other in others:
         pooled = f"{other.name}_weighted"
@@ -357,6 +372,16 @@ def _plots(
     if counts:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
+    clients = result.clients
+    columns = {"handed": metric.name, "adapted": f"{metric.name}_adapted"}
+    spread = {
+        label: [values]
+        for label, column in columns.items()
+        if len(values := known(clients, column).tolist()) > 1
+    }
+    if spread:
+        path = plot_distribution(spread, metric, folder / "distribution.png")
+        images.append(("How clients differ: sorted, and as boxes", path))
     for name, given in ((n, g) for each in extensions for n, g in each.plots().items()):
         caption, draw = PLOTS[name]
         images.append((caption, draw(path=folder / f"{name}.png", **given)))
@@ -393,11 +418,19 @@ def read_result(folder: Path) -> RunResult:
     """A result as `write_result` left it."""
     try:
         summary = json.loads((folder / "result.json").read_text(encoding="utf8"))
-        with (folder / "history.csv").open(newline="", encoding="utf8") as file:
-            history = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        history = read_table(folder / "history.csv")
+        each = folder / "clients.csv"  # not there for a very great number of clients
+        clients = read_table(each) if each.exists() else []
     except (OSError, ValueError) as error:
         raise PolytempoError(f"{folder} holds no readable result: {error}") from error
-    return RunResult(summary, history)
+    return RunResult(summary, history, rows=clients)
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file; what is not a name is a number, or None if it is not there."""
+    with path.open(newline="", encoding="utf8") as file:
+        rows = csv.DictReader(file)
+        return [{k: v if k == "name" else _number(v) for k, v in row.items()} for row in rows]
 
 
 def _number(text: str) -> float | int | None:
