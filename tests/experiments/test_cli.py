@@ -63,7 +63,7 @@ def test_the_help_of_run_tells_the_defaults(polytempo):
     for name, field in RunConfig.model_fields.items():
         if field.default not in (None, False):
             assert f"{flat(str(field.description))} [{field.default}]" in page, name
-    assert "[a new one in runs]" in page
+    assert "[a new one in runs, named by the settings]" in page
 
 
 def test_the_help_of_compare_tells_what_the_target_is_by_default(polytempo):

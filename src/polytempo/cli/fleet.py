@@ -26,6 +26,7 @@ from polytempo.experiments.fleet_settings import (
     known,
     read_patience,
 )
+from polytempo.experiments.folders import RUNS, of_run
 from polytempo.experiments.jobs import Report
 from polytempo.experiments.result import RunResult
 from polytempo.experiments.run import interruptible
@@ -220,8 +221,13 @@ def fleet_command(
     ] = False,
     config: Config = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder; a fleet that it holds is resumed.")
-    ] = Path("runs/fleet"),
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder; a fleet that it holds is resumed \\[one in runs, named by the settings].",
+        ),
+    ] = None,
     deadline: Deadline = "auto",
     metrics: Annotated[
         str | None, typer.Option(help="PORT or HOST:PORT of /metrics and /healthz.")
@@ -241,7 +247,7 @@ def fleet_command(
     given = {**(read_config(config) if config else {}), **settings, "clients": local}
     chosen, devices = make_config(given, "fleet"), _slow(slow)
     options = ["--deadline", deadline, *(["--metrics", metrics] if metrics else [])]
-    out = out.expanduser()
+    out = out.expanduser() if out else RUNS / f"fleet-{of_run(chosen)}"
     with RunProgress(quiet=as_json) as progress:
         bar = progress.bar(str(chosen.strategy_table["name"]))
         bar(0, chosen.rounds, "the clients begin")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.config import RunConfig, difference, make_config, read_config
+from polytempo.experiments.folders import slug
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
     CLUSTERS,
@@ -310,11 +310,6 @@ def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, s
         unknown = not values or None in values
         line[COLUMNS[key]] = "-" if unknown else spread(values, digits=digits)
     return line
-
-
-def slug(label: str) -> str:
-    """A strategy with its options as the name of a folder."""
-    return re.sub(r"[^A-Za-z0-9._+=-]+", "_", label)
 
 
 def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:

@@ -23,8 +23,9 @@ import numpy as np
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import ACCURACY
 from polytempo.data import available
-from polytempo.experiments.compare import known_of_clusters, of_clusters, slug
+from polytempo.experiments.compare import known_of_clusters, of_clusters
 from polytempo.experiments.config import RunConfig, difference, read_config
+from polytempo.experiments.folders import slug
 from polytempo.experiments.jobs import Order, Watch, carry_out_all
 from polytempo.experiments.paper_specs import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.peer_settings import of_comparison

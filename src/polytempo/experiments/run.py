@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +29,7 @@ from polytempo.experiments.config import (
     write_config,
 )
 from polytempo.experiments.peer_settings import refuse_server_settings
-from polytempo.experiments.result import RunResult, summarise, write_result
+from polytempo.experiments.result import RunResult, summarise, write_result, write_table
 from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Engine, PeerSimulator, Simulator
@@ -43,6 +45,8 @@ Attach = Callable[[Engine, int], Observer]  # given the number of rounds
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
+PREVIOUS = "checkpoint.previous.safetensors"  # the one before, if the last is damaged
+HISTORY_SECONDS = 1.0  # at least so long between two writes of history.csv
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
 
 
@@ -167,8 +171,19 @@ def resume(
 
 
 def _checkpoint(folder: Path) -> State | None:
-    """The checkpoint that a run has left in its folder, if it got that far."""
-    return load_state(folder / CHECKPOINT) if (folder / CHECKPOINT).exists() else None
+    """The checkpoint that a run has left in its folder, if it got that far; if the last one is
+    damaged, the one before it."""
+    last, previous = folder / CHECKPOINT, folder / PREVIOUS
+    if not last.exists():  # perhaps a crash came between the two
+        return load_state(previous) if previous.exists() else None
+    try:
+        return load_state(last)
+    except PolytempoError as error:
+        if not previous.exists():
+            raise
+        state = load_state(previous)
+        warnings.warn(f"{error}. Used instead: {previous}", stacklevel=2)
+        return state
 
 
 def _as_it_was(
@@ -365,7 +380,7 @@ def _must_be_new(folder: Path) -> None:
 def holds_run(folder: Path) -> bool:
     """Whether there is a run in this folder that could be read or resumed."""
     try:
-        return (folder / CHECKPOINT).exists() or (folder / "result.json").exists()
+        return any((folder / name).exists() for name in (CHECKPOINT, PREVIOUS, "result.json"))
     except NotADirectoryError as error:
         raise PolytempoError(f"{folder}: {error.filename} is a file, not a folder") from error
 
@@ -391,16 +406,17 @@ def drive(
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
-        last, over = time.monotonic(), False
+        last, over, history = time.monotonic(), False, _History(simulator, folder)
 
         def checkpoint() -> None:
             nonlocal last
             flush()  # no checkpoint may count events that the log does not hold
             state = {**simulator.state_dict(), "settings": config.settings()}
-            save_state(folder / CHECKPOINT, state)
+            save_state(folder / CHECKPOINT, state, keep=folder / PREVIOUS)
             last = time.monotonic()
 
         def pause() -> bool:
+            history.write()
             if not over and time.monotonic() - last > CHECKPOINT_SECONDS:
                 checkpoint()
             return interrupted.is_set()
@@ -418,6 +434,20 @@ def drive(
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
     write_result(folder, result, config.settings())
     return result
+
+
+class _History:
+    """history.csv as it grows: the rows that there are, now and then."""
+
+    def __init__(self, simulator: Engine, folder: Path) -> None:
+        self._simulator, self._path = simulator, folder / "history.csv"
+        self._rows, self._written = 0, -math.inf
+
+    def write(self) -> None:
+        rows, now = self._simulator.history, time.monotonic()
+        if len(rows) > self._rows and now > self._written + HISTORY_SECONDS:
+            write_table(self._path, rows)
+            self._rows, self._written = len(rows), now
 
 
 @contextmanager
