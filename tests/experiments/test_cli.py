@@ -9,11 +9,11 @@ import pytest
 from rich.progress import Progress
 
 from polytempo.cli.commands import COMMANDS, load
-from polytempo.cli.progress import RunProgress
 from polytempo.core.events import Dispatch, Evaluate
 from polytempo.core.metric import ACCURACY
 from polytempo.data import available
 from polytempo.experiments.config import RunConfig
+from polytempo.experiments.progress import RunProgress
 from polytempo.strategies import STRATEGIES
 
 TINY = ("--clients", 6, "--rounds", 5, "--limit", 120, "--model", "linear", "--epochs", 1)

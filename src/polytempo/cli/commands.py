@@ -25,6 +25,9 @@ COMMANDS = {
     "compare": Entry(
         "compare", "Run several strategies on the same federation, devices and seeds."
     ),
+    "export": Entry(
+        "export", "Write the model of a client to a file that plain torch or safetensors loads."
+    ),
     "reproduce": Entry(
         "reproduce", "Rerun a paper's table or figure, and show its numbers next to ours."
     ),

@@ -11,12 +11,12 @@ from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, output, print_table
 from polytempo.cli.options import Config, Json
-from polytempo.cli.progress import RunProgress
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.compare import compare
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import RUNS, slug, title
+from polytempo.experiments.progress import RunProgress
 
 
 @with_settings(*(name for name in RunConfig.model_fields if name not in ("strategy", "seed")))

@@ -12,7 +12,6 @@ from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, notes, output, print_table
 from polytempo.cli.options import Ca, Cert, Config, Json, Key, certificates
-from polytempo.cli.progress import RunProgress
 from polytempo.cli.run import show_run
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
@@ -28,6 +27,7 @@ from polytempo.experiments.fleet_settings import (
 )
 from polytempo.experiments.folders import RUNS, of_run
 from polytempo.experiments.jobs import Report
+from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult
 from polytempo.experiments.run import interruptible
 from polytempo.network.session import require_network

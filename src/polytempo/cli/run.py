@@ -10,11 +10,11 @@ from rich.markup import escape
 
 from polytempo.cli.console import interrupted, output
 from polytempo.cli.options import Config, Json
-from polytempo.cli.progress import RunProgress
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import new_folder, of_run
+from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult, about_clusters
 from polytempo.experiments.run import resume, run
 

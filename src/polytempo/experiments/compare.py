@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
-from polytempo.experiments.config import RunConfig, difference, make_config, read_config
-from polytempo.experiments.folders import slug
+from polytempo.experiments.config import RunConfig, difference, read_config
+from polytempo.experiments.folders import slug, spelled
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
     CLUSTERS,
     FINE_TUNED,
     RunResult,
+    as_frame,
     can_plot,
     read_result,
     write_table,
 )
-from polytempo.experiments.run import Attach, LastFederation, holds_run, resolve, resume, run
+from polytempo.experiments.run import (
+    Attach,
+    LastFederation,
+    described,
+    holds_run,
+    in_memory,
+    resolve,
+    restored,
+    resume,
+    run,
+)
 from polytempo.experiments.tables import by_column, figures, gains, numbers, spread
 from polytempo.files import replace_text
-from polytempo.report import plot_curves, plot_distribution, write_html
+from polytempo.models import Model
+from polytempo.report import html_table, plot_curves, plot_distribution, write_html
 from polytempo.simulation.each_client import known
 from polytempo.strategies import STRATEGIES
 
@@ -45,9 +58,18 @@ PLOTS = {  # of single runs that a comparison shows, too
 }
 REFERENCES = ("standalone", "majority")
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
+Load = Callable[[RunConfig], Federation]
 
 
-@dataclass(frozen=True)
+class Given(TypedDict):
+    """What a run is given as objects."""
+
+    federation: Federation
+    model: Model | None
+    strategy: Strategy | None
+
+
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Results by strategy, one for each seed, and the value of the metric that times are compared
     at."""
@@ -161,6 +183,19 @@ class Comparison:
             "worse off": worse,
         }
 
+    def frame(self) -> Any:
+        """`numbers` as a pandas DataFrame; where pandas is not installed, as they are."""
+        return as_frame(self.numbers())
+
+    def __repr__(self) -> str:
+        runs = [result for found in self.results.values() for result in found]
+        about = runs[0].summary["federation"] if runs else "nothing"
+        end = "" if self.complete else ", interrupted"
+        return f"<Comparison of {', '.join(self.results)} on {about}: {len(runs)} runs{end}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.table())
+
     def summaries(self) -> list[dict[str, Any]]:
         """Every run's result.json, and what it would be after fine-tuning."""
         return [result.summary for found in self.rows().values() for result in found]
@@ -181,9 +216,9 @@ def worth_tuning(result: RunResult) -> bool:
 
 
 def compare(
-    strategies: Sequence[str],
-    settings: dict[str, Any],
-    folder: Path,
+    strategies: Sequence[str | Strategy],
+    settings: Mapping[str, Any],
+    folder: Path | None,
     *,
     seeds: Sequence[int] = (0,),
     target: str | None = None,
@@ -191,8 +226,11 @@ def compare(
     references: bool = False,
     fairness: bool = False,
     watch: Watch | None = None,
+    federation: Federation | None = None,
+    model: Model | None = None,
 ) -> Comparison:
-    """Run every strategy with every seed; what the folder already holds is not run again.
+    """Run every strategy with every seed; what the folder already holds is not run again. Without a
+    folder, nothing is written. `federation`, `model`: objects, if the settings do not name them.
 
     `fine_tuned`: methods with one model have a second row, for what clients have after fine-tuning
     it, with the time that this takes. `references`: standalone and majority are rows, too.
@@ -200,29 +238,37 @@ def compare(
     An interrupt ends the comparison after the run that it stopped; calling this again continues. A
     strategy whose training diverges is left out.
     """
-    labels = list(dict.fromkeys((*strategies, *(REFERENCES if references else ()))))
+    chosen: dict[str, Strategy | None] = {}
+    for each in (*strategies, *(REFERENCES if references else ())):
+        given = isinstance(each, Strategy)
+        label = spelled(STRATEGIES, STRATEGIES.describe(each)) if given else str(each)
+        chosen[label] = each if isinstance(each, Strategy) else None
+    labels = list(chosen)
     if not labels:
         raise PolytempoError("name at least one strategy; see `polytempo strategies`")
     configs = {
-        (label, seed): make_config({**settings, "strategy": label, "seed": seed}, "compare")
+        (label, seed): described(
+            {**settings, "strategy": label, "seed": seed}, "compare", federation, model, strategy
+        )
         for seed in seeds
-        for label in labels
+        for label, strategy in chosen.items()
     }
     if fine_tuned and not next(iter(configs.values())).adapt_epochs:
         raise PolytempoError("--fine-tuned needs epochs of fine-tuning: --adapt-epochs 5")
     results: dict[str, list[RunResult]] = {label: [] for label in labels}
     failed: dict[str, str] = {}
-    complete, load = True, LastFederation()
+    complete = True
+    load: Load = LastFederation() if federation is None else lambda config: federation
     first = next(iter(configs.values()))
     metric = first.problem_on(load(first)).metrics[0]
     goal = _goal(target, labels, metric)
     for (label, seed), config in configs.items():
         if label in failed:
             continue
-        place = folder / slug(label) / f"seed{seed}"
+        place = None if folder is None else folder / slug(label) / f"seed{seed}"
         observer = watch(label, seed) if watch else None
         try:
-            result = settle(config, place, load, observer)
+            result = settle(config, place, load, observer, model, chosen[label])
         except Diverged as error:
             failed[label] = f"{label}, seed {seed}: {error}"
             continue
@@ -235,31 +281,41 @@ def compare(
         goal = next(iter(finished), goal)
     about = MetricInfo(**metric.about)
     comparison = Comparison(finished, about, goal, complete, failed, fine_tuned, fairness)
-    if complete and finished:
+    if complete and finished and folder is not None:
         _write(folder, comparison, settings)
     return comparison
 
 
 def settle(
-    config: RunConfig, place: Path, load: LastFederation, observer: Attach | None = None
+    config: RunConfig,
+    place: Path | None,
+    load: Load,
+    observer: Attach | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
 ) -> RunResult:
-    """The result of a run, without its models: read from the folder, resumed there, or run from
-    the start. A folder with other settings is refused."""
-    config = of_comparison(config)
-    federation = load(config)
+    """The result of a run: read from the folder, resumed there, or run from the start; its models
+    are in the folder. A folder with other settings is refused. Without a folder, run in memory.
+    `model`, `strategy`: objects, if the settings do not say how to make them."""
+    config = of_comparison(config, strategy)
+    federation, strategy = load(config), copy.copy(strategy)
+    if place is None:
+        made = strategy or config.make("strategy")
+        return in_memory(config, federation, model or config.model, made, observer)
+    given: Given = {"federation": federation, "model": model, "strategy": strategy}
     if holds_run(place):
-        result = _continue(place, config, federation, observer)
+        result = _continue(place, config, observer, given)
     else:
-        result = run(config, place, observer=observer, federation=federation)
-    return replace(result, simulator=None, extensions=(), rows=result.clients)
+        result = run(config, place, observer=observer, **given)
+    rows, made_again = result.clients, lambda: restored(place, **given)
+    return replace(result, simulator=None, extensions=(), rows=rows, restore=made_again)
 
 
-def _continue(
-    place: Path, config: RunConfig, federation: Federation, observer: Attach | None
-) -> RunResult:
+def _continue(place: Path, config: RunConfig, observer: Attach | None, given: Given) -> RunResult:
     found = read_config(place / "config.toml")
-    wanted = resolve(config, federation)
-    name = difference(wanted, found)
+    strategy, federation = given["strategy"], given["federation"]
+    wanted = resolve(config, federation, strategy)
+    name = difference(wanted, found, strategy=strategy)
     if name is not None:
         raise PolytempoError(
             f"{place} was run with {name} = {found.get(name)!r}, but now it is "
@@ -269,7 +325,7 @@ def _continue(
         result = read_result(place)
         if result.summary["complete"]:
             return result
-    return resume(place, workers=config.workers, observer=observer, federation=federation)
+    return resume(place, workers=config.workers, observer=observer, **given)
 
 
 def _goal(target: str | None, labels: Sequence[str], metric: MetricInfo) -> float | str:
@@ -312,7 +368,7 @@ def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, s
     return line
 
 
-def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
+def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any]) -> None:
     """summary.csv, results.json, the plots and the report."""
     table, metric = comparison.table(), comparison.metric
     write_table(folder / "summary.csv", comparison.numbers())

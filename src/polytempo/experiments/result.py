@@ -9,12 +9,15 @@ import json
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, nearest
@@ -22,6 +25,7 @@ from polytempo.core.metric import MetricInfo, finite
 from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
+    html_table,
     plot_clusters,
     plot_curves,
     plot_diagnosis,
@@ -35,7 +39,7 @@ from polytempo.report import (
 from polytempo.simulation import Engine, Extension, clusters
 from polytempo.simulation.each_client import known
 from polytempo.simulation.metrics import LAST, convergence_time, final_value, models_sent, time_to
-from polytempo.training import Problem
+from polytempo.training import PERSONAL, Problem
 from polytempo.training.footprint import peak_memory
 
 CLUSTERS = clusters.FIGURES
@@ -52,7 +56,7 @@ PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
     """The figures of one run. `summary` is what result.json holds; each of its figures is also an
     attribute: `result.mse_best`, `result.simulated_time`.
@@ -63,10 +67,11 @@ class RunResult:
 
     summary: dict[str, Any]
     history: list[dict[str, Any]]
-    simulator: Engine | None = field(default=None, repr=False)  # None when read from a folder
-    extensions: Sequence[Extension] = field(default=(), repr=False)
+    simulator: Engine | None = None  # None when read from a folder
+    extensions: Sequence[Extension] = ()
     interrupted: bool = False  # the user asked to stop, perhaps just after the end
-    rows: list[dict[str, Any]] | None = field(default=None, repr=False)  # of clients, if read
+    rows: list[dict[str, Any]] | None = None  # of clients, if read
+    restore: Callable[[], Engine] | None = None  # makes the simulator from the run's folder
 
     def __getattr__(self, name: str) -> Any:
         summary = self.__dict__.get("summary", {})  # copying asks before there is one
@@ -191,14 +196,92 @@ class RunResult:
         curves = {self.summary["strategy"]: [self.curve()]}
         return plot_curves(curves, self.metric, Path(path), clock=f"{self.clock} (s)")
 
-    def model(self, client: int) -> dict[str, Tensor]:
-        """The client's model as a state dict, to load into an `nn.Module` of the same kind. What
-        the client adds to its outputs (a label prior) is in the biases of the last layer."""
+    def model(self, client: int, adapted: bool = False) -> dict[str, Tensor]:
+        """The client's model as a state dict, to load into an `nn.Module` of the same kind: as it
+        is handed it, or after it has fine-tuned it (`adapted`). The part of the model that stays
+        with the client is in it. What the client adds to its outputs (a label prior) is in the
+        biases of the last layer."""
+        engine = self._engine()
+        clients = engine.federation.clients
+        if not 0 <= client < clients:
+            raise PolytempoError(f"there is no client {client}: they are 0 to {clients - 1}")
+        layout = engine.layout
+        if adapted:
+            vector, memory = engine.adapted_model(client)
+            own = memory[PERSONAL] if layout.personal else None
+        else:
+            vector = engine.in_use(client)
+            own = engine.personal(client) if layout.personal else None
+        return layout.state(vector, own, engine.offset(client))
+
+    def _engine(self) -> Engine:
+        """The run itself: at hand, or from the checkpoint in its folder."""
         if self.simulator is None:
-            raise PolytempoError("a result read from a folder holds no models; run it again")
-        layout = self.simulator.layout
-        own = self.simulator.personal(client) if layout.personal else None
-        return layout.state(self.simulator.in_use(client), own, self.simulator.offset(client))
+            if self.restore is None:
+                raise PolytempoError(
+                    "this result holds no models; read them from the folder of the run: "
+                    "polytempo.load(FOLDER)"
+                )
+            self.simulator = self.restore()
+        return self.simulator
+
+    def save_model(self, path: str | Path, client: int, adapted: bool = False) -> Path:
+        """Write the client's model to a file: .safetensors, or .pt, a state dict that
+        `torch.load` reads."""
+        target = Path(path).expanduser()
+        if target.suffix not in (".safetensors", ".pt", ".pth"):
+            raise PolytempoError(
+                f"cannot write a model to {str(path)!r}; end the name in .safetensors or .pt"
+            )
+        state = self.model(client, adapted)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as partial:
+            if target.suffix == ".safetensors":
+                about = {
+                    "strategy": str(self.summary["strategy"]),
+                    "federation": str(self.summary["federation"]),
+                    "client": str(client),
+                    "adapted": str(adapted).lower(),
+                }
+                save_file({k: v.contiguous() for k, v in state.items()}, str(partial), about)
+            else:
+                torch.save(state, partial)
+        return target
+
+    def frame(self, table: str = "history") -> Any:
+        """The `history`, or the `clients`, as a pandas DataFrame; where pandas is not installed, as
+        a list of dictionaries."""
+        if table not in ("history", "clients"):
+            near = nearest(table, ("history", "clients"))
+            raise PolytempoError(f"a result has no table {table!r}{near}")
+        return as_frame(self.history if table == "history" else self.clients)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.summary]
+
+    def __repr__(self) -> str:
+        if not self.summary.keys() >= {"strategy", "arrivals"}:
+            return "<RunResult>"
+        figures = _figures(self)
+        words = [f"{key} {figures[key]}" for key in ("handed", "adapted", self.clock)]
+        end = "" if self.summary["complete"] else ", interrupted"
+        return (
+            f"<RunResult {self.summary['strategy']} on {self.summary['federation']}: "
+            f"{self.metric.name} {', '.join(words)}, {self.summary['arrivals']} updates{end}>"
+        )
+
+    def _repr_html_(self) -> str:
+        about = f"{self.summary['federation']}; seed {self.summary['seed']}; {self.metric.label}"
+        return f"<p>{escape(about)}</p>{html_table([_figures(self)])}"
+
+
+def as_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows as a pandas DataFrame; as they are, where pandas is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        return [dict(row) for row in rows]
+    return pandas.DataFrame.from_records([dict(row) for row in rows])
 
 
 @dataclass(frozen=True)

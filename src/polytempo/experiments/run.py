@@ -50,56 +50,60 @@ HISTORY_SECONDS = 1.0  # at least so long between two writes of history.csv
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
 
 
-def simulate(
-    federation: Federation,
-    *,
-    model: Model = "auto",
-    strategy: str | Strategy = "pace",
-    rounds: int = 400,
-    out: str | Path | None = None,
-    resume: bool = False,
-    **settings: Any,
-) -> RunResult:
-    """Run a strategy on a federation, on a simulated clock.
+def described(
+    settings: Mapping[str, Any],
+    source: str,
+    federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
+) -> RunConfig:
+    """The settings, checked, of a run that is given these objects: the settings say what they are,
+    though perhaps not how to make them again."""
+    truth: dict[str, Any] = {}
+    if federation is not None:
+        truth["data"] = GIVEN + federation.description
+    if model is not None:
+        truth["model"] = model_name(model)
+    if strategy is not None:
+        truth["strategy"] = STRATEGIES.describe(strategy)
+    plain = {key: value for key, value in settings.items() if key not in truth}
+    return make_config(plain, source).model_copy(update=truth)
 
-    `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
-    `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
-    With `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
-    it had never stopped: call it as before, optionally for more rounds. (P2P cannot be extended:
-    its learning rates depend on the number of rounds.) Data, strategy and settings must be those
-    of the checkpoint. Settings left open are as they were: a run that is extended keeps its
-    `eval_every`, and equals one that had it, and all the rounds, from the beginning.
-    """
-    chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
-    for name in (*FEDERATION, *(() if out else ("events",))):
-        if name in settings:
-            raise PolytempoError(
-                f"simulate: {name} is not a setting here; "
-                + ("it needs out=FOLDER" if name == "events" else "the federation is already given")
-            )
-    config = make_config({"rounds": rounds, **settings}, "simulate")
-    truth = {
-        "strategy": STRATEGIES.describe(chosen),
-        "data": GIVEN + federation.description,
-        "model": _model_name(model),
-    }
-    config = config.model_copy(update=truth)
-    if out is None:
-        if resume:
-            raise PolytempoError("simulate: resume=True needs out=FOLDER, the folder of the run")
-        config = resolve(config, federation, chosen)
-        simulator = make_simulator(config, federation, model, chosen)
-        peak_memory(reset=True)
-        simulator.run(config.rounds, **config.ends())
-        return summarise(simulator, truth["strategy"], complete=True)
-    folder = Path(out).expanduser()
+
+def in_memory(
+    config: RunConfig,
+    federation: Federation,
+    model: Model,
+    strategy: Strategy,
+    observer: Attach | None = None,
+) -> RunResult:
+    """A run that leaves no folder."""
+    config = resolve(config, federation, strategy)
+    simulator = make_simulator(config, federation, model, strategy)
+    peak_memory(reset=True)
+    if observer:
+        simulator.observers.append(observer(simulator, config.rounds))
+    simulator.run(config.rounds, **config.ends())
+    return summarise(simulator, config.strategy_table, complete=True)
+
+
+def in_folder(
+    config: RunConfig,
+    folder: Path,
+    federation: Federation,
+    model: Model,
+    strategy: Strategy,
+    observer: Attach | None = None,
+    resume: bool = False,
+) -> RunResult:
+    """A run from Python. With `resume`, the one that the folder holds, if any, goes on."""
     with Claim(folder):
         state = _checkpoint(folder) if resume else None
         if state is None:
             _must_be_new(folder)
-        config = resolve(_as_it_was(config, state, chosen), federation, chosen)
-        simulator = make_simulator(config, federation, model, chosen)
-        return _go_on(simulator, config, folder, state)
+        config = resolve(_as_it_was(config, state, strategy), federation, strategy)
+        simulator = make_simulator(config, federation, model, strategy)
+        return _go_on(simulator, config, folder, state, observer)
 
 
 def run(
@@ -108,11 +112,13 @@ def run(
     *,
     observer: Attach | None = None,
     federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
 ) -> RunResult:
-    """Carry out a run in a new folder (on a federation that was loaded already, if given)."""
+    """Carry out a run in a new folder (with the objects that are there already, if given)."""
     federation = federation or load_federation(config)
-    config = resolve(config, federation)
-    simulator = make_simulator(config, federation, config.model)
+    config = resolve(config, federation, strategy)
+    simulator = make_simulator(config, federation, model or config.model, strategy)
     with Claim(folder):
         _must_be_new(folder)
         return drive(simulator, config, folder, observer)
@@ -147,27 +153,64 @@ def resume(
     workers: int | None = None,
     observer: Attach | None = None,
     federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
 ) -> RunResult:
     """Resume the run in a folder from its checkpoint (optionally for more rounds, or with another
-    number of workers)."""
-    if not (folder / "config.toml").exists():
-        raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
-    settings = read_config(folder / "config.toml")
-    if str(settings.get("data", "")).startswith(GIVEN):
-        raise PolytempoError(
-            f"{folder} was run from Python on data that the folder does not hold; resume it from "
-            "Python: polytempo.simulate(..., out=FOLDER, resume=True)"
-        )
+    number of workers). What the folder does not hold must be given as it was: a federation of the
+    user's own, a model or a strategy that cannot be imported."""
     given = {"rounds": rounds, "workers": workers}
-    settings |= {key: value for key, value in given.items() if value is not None}
-    config = make_config(settings, str(folder / "config.toml"))
+    changed = {key: value for key, value in given.items() if value is not None}
+    config = kept_settings(folder, federation, model, strategy, changed)
     with Claim(folder):
         state = _checkpoint(folder)
-        config = _as_it_was(config, state)
+        config = _as_it_was(config, state, strategy)
         federation = federation or load_federation(config)
-        config = resolve(config, federation)
-        simulator = make_simulator(config, federation, config.model)
+        config = resolve(config, federation, strategy)
+        simulator = make_simulator(config, federation, model or config.model, strategy)
         return _go_on(simulator, config, folder, state, observer)
+
+
+def restored(
+    folder: Path,
+    federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
+) -> Engine:
+    """The run in a folder as its checkpoint has it, to look at; what the folder does not hold must
+    be given."""
+    config = kept_settings(folder, federation, model, strategy)
+    state = _checkpoint(folder)
+    if state is None:
+        raise PolytempoError(f"{folder} holds no models: it has no {CHECKPOINT}")
+    federation = federation or load_federation(config)
+    config = resolve(config, federation, strategy).model_copy(update={"backend": "serial"})
+    simulator = make_simulator(config, federation, model or config.model, strategy)
+    simulator.load_state_dict(state)
+    return simulator
+
+
+def kept_settings(
+    folder: Path,
+    federation: Federation | None,
+    model: Model | None,
+    strategy: Strategy | None,
+    changed: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The settings that a folder holds, with those of what is given."""
+    if not (folder / "config.toml").exists():
+        raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
+    settings = read_config(folder / "config.toml") | dict(changed or {})
+    if federation is None and str(settings.get("data", "")).startswith(GIVEN):
+        raise PolytempoError(
+            f"{folder} was run from Python on data that the folder does not hold; give them in "
+            "Python: polytempo.resume(FOLDER, federation) or polytempo.load(FOLDER, federation)"
+        )
+    if model is None and "<" in str(settings.get("model")):  # a function inside another
+        raise PolytempoError(
+            f"the model of {folder}, {settings['model']}, cannot be imported; give model=..."
+        )
+    return described(settings, str(folder / "config.toml"), federation, model, strategy)
 
 
 def _checkpoint(folder: Path) -> State | None:
@@ -385,7 +428,7 @@ def holds_run(folder: Path) -> bool:
         raise PolytempoError(f"{folder}: {error.filename} is a file, not a folder") from error
 
 
-def _model_name(model: Model) -> Any:
+def model_name(model: Model) -> Any:
     if isinstance(model, str | Mapping):
         return model
     if callable(model):

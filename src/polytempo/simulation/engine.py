@@ -380,6 +380,20 @@ class Engine:
             ends = ("", "_worst10")
             return {f"{self._adapted}{end}": found[f"{self.metric.name}{end}"] for end in ends}
 
+    def adapted_model(self, client: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The model that the client has after adapting a copy of its own, as it travels, and what
+        the client then remembers: that which `adapted` has tested."""
+        if not self.adapt_epochs:
+            raise PolytempoError("this run has no fine-tuning: its adapt_epochs is 0")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # same bits as in the run
+        try:
+            with self.backend:
+                adapted, _, memory = self.backend.carry_out(self._adapting(client))
+        finally:
+            torch.set_num_threads(threads)
+        return adapted, memory
+
     def _adapting(self, client: int) -> Job:
         """The training by which the client adapts a copy of its model, as it stands."""
         stream = ("adapt", client, "round", self.round)
