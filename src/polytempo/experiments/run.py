@@ -210,7 +210,7 @@ def kept_settings(
         raise PolytempoError(
             f"the model of {folder}, {settings['model']}, cannot be imported; give model=..."
         )
-    return described(settings, str(folder / "config.toml"), federation, model, strategy)
+    return described(settings, str(folder / "config.toml"), None, model, strategy)
 
 
 def _checkpoint(folder: Path) -> State | None:
