@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo.core.strategy import Context, Strategy
     from polytempo.core.task import Task
     from polytempo.data import Federation, partition
-    from polytempo.experiments.api import compare, load, resume, simulate
+    from polytempo.experiments.api import compare, load, resume, simulate, sweep
     from polytempo.experiments.fleet_own import join, serve
     from polytempo.experiments.result import RunResult
     from polytempo.strategies import STRATEGIES
@@ -64,6 +64,7 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "serve": "polytempo.experiments.fleet_own",
     "simulate": "polytempo.experiments.api",
     "strategies": "polytempo.strategies",
+    "sweep": "polytempo.experiments.api",
 }
 __all__ = [
     "CLIENT_STEPS",
@@ -100,6 +101,7 @@ __all__ = [
     "serve",
     "simulate",
     "strategies",
+    "sweep",
 ]
 
 if not TYPE_CHECKING:  # to a type checker this would be every name there is

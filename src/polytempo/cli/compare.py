@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, output, print_table
-from polytempo.cli.options import Config, Json
+from polytempo.cli.options import Config, Json, TableFormat, print_as
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.compare import compare
@@ -62,6 +62,7 @@ def compare_command(
             "off than alone.",
         ),
     ] = False,
+    form: TableFormat = "text",
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -76,7 +77,7 @@ def compare_command(
     base = {**(read_config(config) if config else {}), **settings}
     first = base.pop("seed", 0) if first_seed is None else first_seed
     out = out.expanduser() if out else _usual_folder(strategies, base)
-    with RunProgress(quiet=as_json) as progress:
+    with RunProgress(quiet=as_json or form != "text") as progress:
         comparison = compare(
             strategies,
             base,
@@ -90,6 +91,8 @@ def compare_command(
         )
     if as_json:
         output.print_json(data=comparison.summaries())
+    elif form != "text":
+        print_as(form, comparison.table(), comparison.numbers())
     elif comparison.complete and comparison.results:
         print_table(comparison.table())
         metric = comparison.metric

@@ -1,9 +1,10 @@
-"""What Python programs call: `polytempo.simulate`, `compare`, `resume`, `load`."""
+"""What Python programs call: `polytempo.simulate`, `compare`, `sweep`, `resume`, `load`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -12,11 +13,15 @@ from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments import compare as comparisons
 from polytempo.experiments import run as runs
+from polytempo.experiments import sweep as sweeps
 from polytempo.experiments.compare import Comparison
 from polytempo.experiments.config import FEDERATION
+from polytempo.experiments.jobs import Watch
 from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult, read_result
 from polytempo.experiments.run import described, in_folder, in_memory, load_federation
+from polytempo.experiments.sweep import Sweep
+from polytempo.experiments.tables import Interval
 from polytempo.models import Model
 from polytempo.strategies import STRATEGIES
 
@@ -154,6 +159,53 @@ def compare(
             watch=lambda label, seed: bars.watch(f"{label} seed {seed}"),
             **given,
         )
+
+
+def sweep(
+    federation: Federation | str,
+    grid: Mapping[str, Sequence[Any]],
+    *,
+    model: Model = "auto",
+    rounds: int = 400,
+    seeds: int | Sequence[int] = 1,
+    baseline: Mapping[str, Any] | None = None,
+    figure: str = "handed",
+    interval: Interval = "std",
+    out: str | Path | None = None,
+    jobs: int = 1,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Sweep:
+    """Run every combination of the grid's values with every seed.
+
+    `grid`: values by setting, such as `{"lr": [0.01, 0.05], "strategy": ["pace", "fedbuff"]}`;
+    options of a setting are `"strategy.alpha"`. `federation`, `model`, `settings` and `out` are as
+    for `compare`. `baseline`: values that every point is tested against, such as
+    `{"strategy": "fedbuff"}`; `figure`: what is tested (handed, best, adapted, worst10). `jobs`:
+    runs at once, each in a process, if data and model are given by name and there is a folder.
+    """
+    named, given = _objects(federation, model, settings, "sweep")
+    if jobs > 1:
+        named.setdefault("workers", 1)
+
+    @contextmanager
+    def bars(updates: int) -> Iterator[Watch]:
+        quiet = None if progress is None else not progress
+        with RunProgress(quiet=quiet, updates=updates) as found:
+            yield found.bar
+
+    return sweeps.sweep(
+        grid,
+        {"rounds": rounds, **named},
+        None if out is None else Path(out).expanduser(),
+        seeds=range(seeds) if isinstance(seeds, int) else seeds,
+        baseline=baseline,
+        figure=figure,
+        interval=interval,
+        jobs=jobs,
+        progress=bars,
+        **given,
+    )
 
 
 class _Objects(TypedDict):

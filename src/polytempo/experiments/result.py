@@ -523,10 +523,15 @@ def _number(text: str) -> float | int | None:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows as CSV."""
+    """Rows as a CSV file."""
+    replace_text(path, csv_text(rows))
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV; what a row does not have is empty."""
     text = io.StringIO()
     columns = dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    replace_text(path, text.getvalue())
+    return text.getvalue()

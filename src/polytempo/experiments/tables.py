@@ -3,16 +3,35 @@ numbers for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
+from scipy import stats
 
-from polytempo.core.metric import MetricInfo
-from polytempo.experiments.result import CLUSTERS, RunResult
+from polytempo.core.metric import MetricInfo, finite
+from polytempo.experiments.result import CLUSTERS, RunResult, csv_text
 from polytempo.simulation.metrics import models_sent
 
 FAIRNESS = ("better_off", "worse_off", "gain", "gain_worst")
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation over runs."""
+    return float(np.std(values, ddof=1))
+
+
+def confidence(values: Sequence[float]) -> float:
+    """Half the width of the 95% confidence interval of the mean (Student's t)."""
+    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+Interval = Literal["std", "ci95"]
+DEVIATIONS: dict[Interval, Callable[[Sequence[float]], float]] = {
+    "std": deviation,
+    "ci95": confidence,
+}
 
 
 def spread(
@@ -21,13 +40,15 @@ def spread(
     *,
     digits: int = 1,
     none: str = "never",
+    interval: Interval = "std",
 ) -> str:
-    """Mean and, of several seeds, standard deviation; `none`, if there is no value."""
+    """Mean and, of several seeds, standard deviation or confidence interval; `none`, if there is no
+    value."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return none if not known else f"{len(known)} of {len(values)} seeds"
     mean = float(np.mean(known))
-    apart = float(np.std(known, ddof=1)) if len(known) > 1 else None
+    apart = DEVIATIONS[interval](known) if len(known) > 1 else None
     if metric is not None:
         return metric.text(mean, apart)
     return f"{mean:,.{digits}f}" + ("" if apart is None else f" ± {apart:.{digits}f}")
@@ -57,16 +78,20 @@ def figures(found: Sequence[RunResult]) -> dict[str, list[float | None]]:
     return columns
 
 
-def numbers(columns: Mapping[str, Sequence[float | None]]) -> dict[str, float | None]:
-    """Mean and standard deviation over the runs that have the figure; one that none has is left
-    out."""
+def numbers(
+    columns: Mapping[str, Sequence[float | None]], intervals: bool = False
+) -> dict[str, float | None]:
+    """Mean and standard deviation (and `intervals` of 95% confidence) over the runs that have the
+    figure; one that none has is left out."""
     found: dict[str, float | None] = {}
     for name, values in columns.items():
         known = [float(value) for value in values if value is not None and value == value]
         if known:
             found[name] = float(np.mean(known))
             apart = len(known) > 1 and bool(np.isfinite(known).all())
-            found[f"{name}_std"] = float(np.std(known, ddof=1)) if apart else None
+            found[f"{name}_std"] = deviation(known) if apart else None
+            if intervals:
+                found[f"{name}_ci95"] = confidence(known) if apart else None
     return found
 
 
@@ -95,3 +120,37 @@ def gains(result: RunResult, alone: RunResult) -> dict[str, float | None]:
 def by_column(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Rows with the same keys, as lists by key."""
     return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+Format = Literal["text", "markdown", "latex", "csv", "json"]
+_LATEX = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}"}
+_LATEX |= {sign: f"\\{sign}" for sign in "%&_#{}$"} | {"^": r"\textasciicircum{}"}
+
+
+def formatted(
+    form: Format, table: Sequence[Mapping[str, str]], numbers: Sequence[Mapping[str, Any]]
+) -> str:
+    """A table for a document (markdown, latex), or its numbers for a program (csv, json)."""
+    if form == "json":
+        return json.dumps(finite(list(numbers)), indent=2)
+    if form == "csv":
+        return csv_text(numbers).rstrip("\n")
+    rows = [list(table[0]), *(list(row.values()) for row in table)]
+    if form == "latex":
+        return _latex(rows)
+    lines = [" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows]
+    rule = " | ".join(["---", *["---:"] * (len(rows[0]) - 1)])
+    return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _latex(rows: Sequence[Sequence[str]]) -> str:
+    """With the rules of the package booktabs."""
+    head, *body = (
+        " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in row) + r" \\"
+        for row in rows
+    )
+    columns = "l" + "r" * (len(rows[0]) - 1)
+    begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
+    return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", end])
