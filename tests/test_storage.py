@@ -305,6 +305,21 @@ def test_a_truncated_file_is_an_error(path, kept):
         load_state(path)
 
 
+def test_a_single_flipped_bit_is_noticed(path):
+    save_state(path, {"model": torch.randn(500), "round": 3})
+    content = bytearray(path.read_bytes())
+    content[-700] ^= 1  # among the numbers, where the format itself sees nothing
+    path.write_bytes(content)
+    with pytest.raises(PolytempoError, match=r"checksum.*restore it from a copy, or delete it"):
+        load_state(path)
+
+
+def test_a_file_without_a_checksum_can_be_read(path):
+    """As older versions wrote it."""
+    save_file({"0 state/w": torch.ones(2)}, str(path), metadata={"state": '{"a": 1}'})
+    assert load_state(path) == {"a": 1}
+
+
 @pytest.mark.parametrize("metadata", [None, {"other": "1"}, {"state": "{not json"}])
 def test_a_file_of_somebody_else_is_an_error(path, metadata):
     save_file({"weight": torch.ones(2)}, str(path), metadata=metadata)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo.core.strategy import Context, Strategy
     from polytempo.core.task import Task
     from polytempo.data import Federation, partition
+    from polytempo.experiments.api import compare, load, resume, simulate, sweep
     from polytempo.experiments.fleet_own import join, serve
     from polytempo.experiments.result import RunResult
-    from polytempo.experiments.run import simulate
     from polytempo.strategies import STRATEGIES
     from polytempo.training.problem import Problem
 
@@ -56,11 +56,15 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "Strategy": "polytempo.core.strategy",
     "Task": "polytempo.core.task",
     "Update": "polytempo.core.messages",
+    "compare": "polytempo.experiments.api",
     "join": "polytempo.experiments.fleet_own",
+    "load": "polytempo.experiments.api",
     "partition": "polytempo.data.partition",
+    "resume": "polytempo.experiments.api",
     "serve": "polytempo.experiments.fleet_own",
-    "simulate": "polytempo.experiments.run",
+    "simulate": "polytempo.experiments.api",
     "strategies": "polytempo.strategies",
+    "sweep": "polytempo.experiments.api",
 }
 __all__ = [
     "CLIENT_STEPS",
@@ -89,11 +93,15 @@ __all__ = [
     "Strategy",
     "Task",
     "Update",
+    "compare",
     "join",
+    "load",
     "partition",
+    "resume",
     "serve",
     "simulate",
     "strategies",
+    "sweep",
 ]
 
 if not TYPE_CHECKING:  # to a type checker this would be every name there is

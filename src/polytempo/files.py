@@ -33,15 +33,20 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(
+    path: str | os.PathLike[str], keep: str | os.PathLike[str] | None = None
+) -> Iterator[Path]:
     """Yields a path to write to; what is there in the end takes the place of `path` at once. If
-    anything goes wrong, nothing has changed."""
+    anything goes wrong, nothing has changed. `keep`: what was there before goes there (a crash in
+    that moment may leave it there alone)."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         try:
             yield partial
             sync(partial)  # the new bytes are on the disk before the old ones go
+            if keep is not None and path.exists():
+                os.replace(path, keep)
             os.replace(partial, path)
             sync(path.parent)
         except BaseException:

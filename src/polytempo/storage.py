@@ -9,10 +9,12 @@ so that replacing the file replaces all of the state or none of it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,12 +31,16 @@ from polytempo.files import replacing
 _ARRAY = "$array"  # {"$array": [kind, name in the file]} marks where an array stood
 
 
-def save_state(path: str | os.PathLike[str], state: State) -> None:
-    """Write `state` to `path`; a crash leaves either the old file or the new one."""
+def save_state(
+    path: str | os.PathLike[str], state: State, keep: str | os.PathLike[str] | None = None
+) -> None:
+    """Write `state` to `path`; a crash leaves either the old file or the new one. `keep`: where the
+    old one is kept."""
     text, arrays = _taken_apart(state)
-    with replacing(path) as partial:
+    about = {"state": text, "digest": _digest(text, arrays)}
+    with replacing(path, keep) as partial:
         try:
-            save_file(arrays, str(partial), metadata={"state": text})
+            save_file(arrays, str(partial), metadata=about)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
@@ -43,17 +49,29 @@ def load_state(path: str | os.PathLike[str]) -> State:
     """What `save_state` wrote."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            skeleton = json.loads((file.metadata() or {})["state"])
+            about = file.metadata() or {}
             # Copied, because a sum over memory of another alignment may differ in its last bit.
             arrays = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-        state: State = _join(skeleton, arrays)
+        if about.get("digest", "") not in ("", _digest(about["state"], arrays)):  # older: none
+            raise ValueError("its content does not match its checksum")
+        state: State = _join(json.loads(about["state"]), arrays)
     except FileNotFoundError as error:
         raise PolytempoError(f"there is no checkpoint {path}; start a new run") from error
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise PolytempoError(
-            f"{path} is not a Polytempo checkpoint ({error}); delete it and start a new run"
+            f"{path} is not a Polytempo checkpoint, or a damaged one ({error}); restore it from a "
+            "copy, or delete it and start a new run"
         ) from error
     return state
+
+
+def _digest(text: str, arrays: Mapping[str, Tensor]) -> str:
+    """A checksum of all that a file holds."""
+    found = hashlib.blake2b(text.encode(), digest_size=16)
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {list(array.shape)}".encode())
+        found.update(array.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def restored(state: State) -> State:

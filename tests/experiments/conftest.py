@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from polytempo import cli
-from polytempo.cli import progress
 from polytempo.core.events import Event
-from polytempo.experiments import compare, jobs, result
+from polytempo.experiments import compare, jobs, progress, result
 
 
 def strict_json(text: str) -> Any:

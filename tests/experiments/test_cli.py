@@ -11,11 +11,11 @@ from rich.progress import Progress
 import archives
 from polytempo.cli.catalogue import KINDS, known
 from polytempo.cli.commands import COMMANDS, load
-from polytempo.cli.progress import RunProgress
 from polytempo.core.events import Dispatch, Evaluate
 from polytempo.core.metric import ACCURACY
 from polytempo.data import available
 from polytempo.experiments.config import RunConfig
+from polytempo.experiments.progress import RunProgress
 from polytempo.strategies import STRATEGIES
 from websites import website
 
@@ -65,7 +65,7 @@ def test_the_help_of_run_tells_the_defaults(polytempo):
     for name, field in RunConfig.model_fields.items():
         if field.default not in (None, False):
             assert f"{flat(str(field.description))} [{field.default}]" in page, name
-    assert "[a new one in runs]" in page
+    assert "[a new one in runs, named by the settings]" in page
 
 
 def test_the_help_of_compare_tells_what_the_target_is_by_default(polytempo):

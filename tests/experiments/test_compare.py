@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import statistics
 from pathlib import Path
 
@@ -54,12 +53,6 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def column(row: dict[str, str], ending: str) -> str:
-    """The value in the column whose heading ends so."""
-    [found] = [value for name, value in row.items() if name.endswith(ending)]
-    return found
-
-
 def test_every_strategy_runs_with_every_seed(compared):
     folder, outcome = compared
     assert outcome.code == 0
@@ -80,18 +73,26 @@ def test_strategies_share_everything_but_themselves(compared):
         assert a["federation"] == b["federation"]
 
 
-def test_the_table_shows_mean_and_spread(compared):
+def test_the_table_shows_mean_and_spread_and_the_summary_holds_the_numbers(compared):
     folder, outcome = compared
     table = {row["strategy"]: row for row in rows(folder)}
     for strategy in ("pace", "fedavg"):
         runs = summaries(folder, strategy)
+        [line] = [line for line in outcome.out.splitlines() if line.strip().startswith(strategy)]
         for heading, key in [("handed", "accuracy"), ("adapted", "accuracy_adapted")]:
-            values = [100 * run[key] for run in runs]
+            values = [run[key] for run in runs]
             mean, spread = statistics.mean(values), statistics.stdev(values)
-            found = [float(x) for x in re.findall(r"[\d.]+", table[strategy][heading])]
-            assert found == pytest.approx([mean, spread], abs=0.051)
-        assert strategy in outcome.out
-    assert table["pace"]["handed"].split(" ")[0] in outcome.out
+            row = table[strategy]
+            assert float(row[heading]) == pytest.approx(mean)
+            assert float(row[f"{heading}_std"]) == pytest.approx(spread)
+            assert f"{100 * mean:.1f} ± {100 * spread:.1f}%" in line
+
+
+def test_the_summary_holds_numbers_alone(compared):
+    for row in rows(compared[0]):
+        assert row.pop("strategy") in ("pace", "fedavg") and row.pop("metric") == "accuracy"
+        assert row["seeds"] == "2"
+        assert all(float(value) == float(value) for value in row.values() if value)
 
 
 def test_the_time_to_the_best_of_fedavg_is_the_default_column(compared):
@@ -103,8 +104,9 @@ def test_the_time_to_the_best_of_fedavg_is_the_default_column(compared):
             history = list(csv.DictReader(file))
         reached = [r for r in history if float(r["accuracy"]) >= run["accuracy_best"]]
         times.append(float(reached[0]["time"]))
-    found = column(table["fedavg"], "to best of fedavg").split(" ")[0]
-    assert float(found) == pytest.approx(statistics.mean(times), abs=0.051)
+    assert float(table["fedavg"]["seconds_to_target"]) == pytest.approx(statistics.mean(times))
+    assert table["fedavg"]["reached"] == "2"
+    assert "s to best of fedavg" in compared[1].out
 
 
 def test_a_comparison_writes_results_plots_and_report(compared):
@@ -114,7 +116,8 @@ def test_a_comparison_writes_results_plots_and_report(compared):
     for name in ("accuracy_time.png", "accuracy_rounds.png", "accuracy_messages.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     text = (folder / "report.html").read_text()
-    assert text.count("data:image/png;base64,") == 3
+    assert text.count("data:image/png;base64,") == 4
+    assert (folder / "distribution.png").exists()
     assert "pace" in text
     assert "fedavg" in text
 
@@ -175,7 +178,7 @@ def test_the_summary_is_a_rectangle_whatever_the_target_is_called(polytempo, tmp
     with (tmp_path / "summary.csv").open(newline="") as file:
         header, *body = csv.reader(file)
     assert [len(row) for row in body] == [len(header)]
-    assert [name for name in header if name.endswith(f"to best of {label}")]
+    assert body[0][0] == label
 
 
 def test_other_settings_in_the_same_folder_are_refused(quick, polytempo):
@@ -214,14 +217,17 @@ def test_an_interrupt_in_the_last_evaluation_of_a_run_is_not_lost(polytempo, int
 )
 def test_the_target_is_an_accuracy_or_a_strategy(target, heading, quick, polytempo, forbidden):
     arguments = ("compare", "pace", "standalone", *TINY, "-o", quick)
-    assert polytempo(*arguments, "--target", target).code == 0
-    assert column(rows(quick)[0], heading)
+    outcome = polytempo(*arguments, "--target", target)
+    assert outcome.code == 0 and heading in outcome.out
+    best = float(rows(quick)[1]["best"])
+    assert float(rows(quick)[0]["target"]) == (best if target == "standalone" else float(target))
 
 
 def test_a_target_that_is_never_reached_is_never(quick, polytempo, forbidden):
     arguments = ("compare", "pace", "standalone", *TINY, "-o", quick, "--target", "1.0")
-    assert polytempo(*arguments).code == 0
-    assert [column(row, "to 100.0%") for row in rows(quick)] == ["never", "never"]
+    outcome = polytempo(*arguments)
+    assert outcome.code == 0 and outcome.out.count(" never ") == 2
+    assert [row["reached"] for row in rows(quick)] == ["0", "0"]
 
 
 @pytest.mark.parametrize(
@@ -273,11 +279,9 @@ def test_fine_tuned_forms_and_references_are_rows_of_their_own(polytempo, tmp_pa
     assert table[tuned]["messages"] == table["fedavg"]["messages"]
     runs = summaries(tmp_path, "fedavg")
     later = [run["simulated_time"] + run["adaptation_time"] for run in runs]
-    assert float(table[tuned]["seconds"].split()[0]) == pytest.approx(
-        statistics.mean(later), abs=0.1
-    )
+    assert float(table[tuned]["seconds"]) == pytest.approx(statistics.mean(later))
     worst = [run["accuracy_adapted_worst10"] for run in runs]
-    assert table[tuned]["worst 10%"].startswith(f"{100 * statistics.mean(worst):.1f}")
+    assert float(table[tuned]["worst10"]) == pytest.approx(statistics.mean(worst))
     listed = json.loads((tmp_path / "results.json").read_text())
     assert [run["strategy"] for run in listed][-2:] == [tuned, tuned]
     assert listed[-1]["accuracy"] == runs[1]["accuracy_adapted"]

@@ -127,6 +127,15 @@ def test_the_folder_of_a_server_holds_what_a_run_leaves(tmp_path):
     with (tmp_path / "server" / "clients.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["name"] for row in rows} == {f"client-{number}" for number in range(4)}
+    assert list(rows[0]) == [
+        *("client", "name", "group", "samples", "tested", "slowdown", "seconds", "updates"),
+        *("staleness", "round", "accuracy", "accuracy_adapted"),
+    ]
+    assert sum(int(row["updates"]) for row in rows) == outcome.result.arrivals
+    total = sum(int(row["updates"]) * float(row["staleness"] or 0) for row in rows)
+    assert total / outcome.result.arrivals == pytest.approx(outcome.result.staleness_mean)
+    assert min(float(row["slowdown"]) for row in rows) == 1
+    assert outcome.result.clients[0].keys() == rows[0].keys()
     assert all(float(row["accuracy"]) >= 0 for row in rows)
     mean = sum(float(row["accuracy"]) for row in rows) / 4
     assert outcome.result.history[-1]["accuracy"] == pytest.approx(mean)

@@ -65,7 +65,8 @@ def test_a_run_writes_a_whole_folder(finished):
     assert outcome.code == 0
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "history.csv", "result.json", "checkpoint.safetensors", "events.jsonl"),
-        *("accuracy.png", "staleness.png", "graph.png", "report.html"),
+        *("accuracy.png", "staleness.png", "graph.png", "report.html", "clients.csv"),
+        *("clients_history.csv", "distribution.png"),
     }
     assert str(folder) in outcome.out
 
@@ -82,7 +83,7 @@ def test_the_plots_are_pictures_with_something_on_them(finished):
 
 def test_the_report_needs_no_other_file(finished):
     text = (finished[0] / "report.html").read_text()
-    assert text.count("data:image/png;base64,") == 3
+    assert text.count("data:image/png;base64,") == 4
     assert 'src="http' not in text
     assert "accuracy.png" not in text
     assert "pace" in text
@@ -166,7 +167,12 @@ def test_each_run_without_out_gets_a_folder_of_its_own(polytempo, tmp_path, monk
     assert polytempo(*arguments).code == 0
     assert polytempo(*arguments).code == 0
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert names == ["fedavg-digits-seed4", "fedavg-digits-seed4-2"]
+    [first, second] = names
+    assert first.startswith("fedavg-digits-") and first.endswith("-seed4")
+    assert "-rounds=2-" in first and "-limit=" in first
+    assert second == f"{first}-2"
+    assert polytempo(*arguments, "--lr", 0.2).code == 0
+    assert len([p for p in (tmp_path / "runs").iterdir() if "-lr=0.2-" in p.name]) == 1
 
 
 # -- the same again -------------------------------------------------------------------------------
@@ -370,6 +376,53 @@ def test_a_resume_without_its_event_log_says_so(polytempo, interrupt, tmp_path):
     assert polytempo("run", *TINY, "--rounds", 30, "-o", tmp_path / "run").code == 130
     (tmp_path / "run" / "events.jsonl").unlink()
     assert "events.jsonl" in polytempo("run", "--resume", tmp_path / "run").error
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(polytempo, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)  # one after every event
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    assert polytempo("run", *TINY, "--rounds", 8, "-o", whole).code == 0
+    assert polytempo("run", *TINY, "--rounds", 4, "-o", torn).code == 0
+    last, previous = torn / run_module.CHECKPOINT, torn / run_module.PREVIOUS
+    content = bytearray(last.read_bytes())
+    content[-100] ^= 1
+    last.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"checksum.*Used instead.*previous"):
+        outcome = polytempo("run", "--resume", torn, "--rounds", 8)
+    assert outcome.code == 0, outcome.err
+    same(whole, torn)
+    for path in (last, previous):
+        path.write_bytes(b"torn")
+    assert "checkpoint.previous" in polytempo("run", "--resume", torn, "--rounds", 9).error
+
+
+def test_a_crash_between_two_checkpoints_costs_nothing(polytempo, tmp_path, monkeypatch):
+    """The last one may be gone for a moment: the one before is there, and the folder is not new."""
+    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)
+    assert polytempo("run", *TINY, "--rounds", 4, "-o", tmp_path / "run").code == 0
+    (tmp_path / "run" / run_module.CHECKPOINT).unlink()
+    (tmp_path / "run" / "result.json").unlink()
+    again = polytempo("run", *TINY, "--rounds", 4, "-o", tmp_path / "run")
+    assert "already holds a run" in again.error
+    assert polytempo("run", "--resume", tmp_path / "run").code == 0
+    assert summary(tmp_path / "run")["complete"]
+
+
+def test_the_history_is_written_as_it_grows(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "HISTORY_SECONDS", -1.0)
+    seen = []
+
+    def attach(simulator, rounds):
+        def observe(event):
+            if event.round in (3, 7) and event.kind == "upload":
+                seen.append([int(row["round"]) for row in history(tmp_path / "run")])
+
+        return observe
+
+    given = {"clients": 6, "limit": 120, "model": "linear", "epochs": 1, "eval_every": 2}
+    config = make_config({**given, "rounds": 8, "adapt_epochs": 0, "strategy": "fedasync"})
+    run_module.run(config, tmp_path / "run", observer=attach)
+    assert seen == [[0, 2], [0, 2, 4, 6]]
 
 
 def test_a_damaged_checkpoint_is_named(polytempo, finished, tmp_path):

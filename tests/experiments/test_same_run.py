@@ -301,5 +301,5 @@ def test_from_python_a_folder_is_needed_to_resume():
 def test_the_command_says_how_to_resume_a_run_from_python(polytempo, tmp_path):
     pt.simulate(given(), model="linear", rounds=4, out=tmp_path / "run")
     said = polytempo("run", "--resume", tmp_path / "run").error
-    assert "polytempo.simulate(..., out=FOLDER, resume=True)" in said
+    assert "polytempo.resume(FOLDER, federation)" in said
     assert read_config(tmp_path / "run" / "config.toml")["slots"] == 4

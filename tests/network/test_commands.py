@@ -181,6 +181,11 @@ def test_a_group_learns_and_leaves_a_summary(tmp_path):
     for name in ("peer-0", "peer-1"):  # they began together
         assert '"event": "alone"' not in (tmp_path / "two" / name / "events.jsonl").read_text()
     assert summary["fusions"] > 0
+    with (tmp_path / "two" / "clients.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["client"], row["name"]) for row in rows] == [("0", "peer-0"), ("1", "peer-1")]
+    assert [float(row["accuracy"]) for row in rows] == [r["accuracy"] for r in summary["peers"]]
+    assert all(int(row["updates"]) == 40 and int(row["samples"]) > 0 for row in rows)
     assert (tmp_path / "two" / "peers.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "already holds a run" in error("peers", "--out", tmp_path / "two", "--local", 2)
 

@@ -20,6 +20,7 @@ from polytempo.report import (
     plot_clusters,
     plot_curves,
     plot_diagnosis,
+    plot_distribution,
     plot_graph,
     plot_heatmaps,
     plot_labels,
@@ -81,6 +82,10 @@ DRAW = {
     "graph": (
         lambda path: plot_graph(two_blocks()[0], path),
         lambda path: plot_graph(*two_blocks()[:1], path, two_blocks()[1]),
+    ),
+    "distribution": (
+        lambda path: plot_distribution({"a": [[0.1, 0.4], [0.6]], "b": [[0.3]]}, ACCURACY, path),
+        lambda path: plot_distribution({"a": [[0.1, 0.4], [0.7]], "b": [[0.3]]}, ACCURACY, path),
     ),
     "labels": (
         lambda path: plot_labels(np.eye(20, 10) * 5 + 1, path, np.arange(20) % 4, "a"),

@@ -26,6 +26,12 @@ COMMANDS = {
     "compare": Entry(
         "compare", "Run several strategies on the same federation, devices and seeds."
     ),
+    "sweep": Entry(
+        "sweep", "Run every combination of some values of settings, with several seeds."
+    ),
+    "export": Entry(
+        "export", "Write the model of a client to a file that plain torch or safetensors loads."
+    ),
     "reproduce": Entry(
         "reproduce", "Rerun a paper's table or figure, and show its numbers next to ours."
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +10,13 @@ import typer
 from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, output, print_table
-from polytempo.cli.options import Config, Json
-from polytempo.cli.progress import RunProgress
+from polytempo.cli.options import Config, Json, TableFormat, print_as
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.compare import compare
-from polytempo.experiments.config import RunConfig, read_config
+from polytempo.experiments.config import RunConfig, make_config, read_config
+from polytempo.experiments.folders import RUNS, slug, title
+from polytempo.experiments.progress import RunProgress
 
 
 @with_settings(*(name for name in RunConfig.model_fields if name not in ("strategy", "seed")))
@@ -25,8 +27,14 @@ def compare_command(
     *,
     config: Config = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Output folder; finished runs in it are reused.")
-    ] = Path("runs/compare"),
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Output folder; finished runs in it are reused \\[one in runs, named by the "
+            "strategies and settings].",
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds, counting from --first-seed.")] = 1,
     first_seed: Annotated[int | None, typer.Option(help="The first seed \\[0].")] = None,
     target: Annotated[
@@ -46,6 +54,15 @@ def compare_command(
     references: Annotated[
         bool, typer.Option("--references", help="Add the rows standalone and majority.")
     ] = False,
+    fairness: Annotated[
+        bool,
+        typer.Option(
+            "--fairness",
+            help="Add columns: how unequal clients are and, beside standalone, how many are better "
+            "off than alone.",
+        ),
+    ] = False,
+    form: TableFormat = "text",
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -58,9 +75,9 @@ def compare_command(
     if seeds < 1:
         raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
     base = {**(read_config(config) if config else {}), **settings}
-    out = out.expanduser()
     first = base.pop("seed", 0) if first_seed is None else first_seed
-    with RunProgress(quiet=as_json) as progress:
+    out = out.expanduser() if out else _usual_folder(strategies, base)
+    with RunProgress(quiet=as_json or form != "text") as progress:
         comparison = compare(
             strategies,
             base,
@@ -69,10 +86,13 @@ def compare_command(
             target=target,
             fine_tuned=fine_tuned,
             references=references,
+            fairness=fairness,
             watch=lambda label, seed: progress.watch(f"{label} seed {seed}"),
         )
     if as_json:
         output.print_json(data=comparison.summaries())
+    elif form != "text":
+        print_as(form, comparison.table(), comparison.numbers())
     elif comparison.complete and comparison.results:
         print_table(comparison.table())
         metric = comparison.metric
@@ -84,3 +104,9 @@ def compare_command(
         complain(failure)
     if comparison.failed:
         raise typer.Exit(2)
+
+
+def _usual_folder(strategies: Sequence[str], base: Mapping[str, Any]) -> Path:
+    """The same for the same command, which continues."""
+    words = "-".join(["compare", *dict.fromkeys(strategies)])
+    return RUNS / slug(title(make_config(base, "compare"), words))

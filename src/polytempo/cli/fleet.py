@@ -12,7 +12,6 @@ from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, notes, output, print_table
 from polytempo.cli.options import Ca, Cert, Config, Json, Key, certificates
-from polytempo.cli.progress import RunProgress
 from polytempo.cli.run import show_run
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
@@ -26,7 +25,9 @@ from polytempo.experiments.fleet_settings import (
     known,
     read_patience,
 )
+from polytempo.experiments.folders import RUNS, of_run
 from polytempo.experiments.jobs import Report
+from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult
 from polytempo.experiments.run import interruptible
 from polytempo.network.session import require_network
@@ -220,8 +221,13 @@ def fleet_command(
     ] = False,
     config: Config = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder; a fleet that it holds is resumed.")
-    ] = Path("runs/fleet"),
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder; a fleet that it holds is resumed \\[one in runs, named by the settings].",
+        ),
+    ] = None,
     deadline: Deadline = "auto",
     metrics: Annotated[
         str | None, typer.Option(help="PORT or HOST:PORT of /metrics and /healthz.")
@@ -241,7 +247,7 @@ def fleet_command(
     given = {**(read_config(config) if config else {}), **settings, "clients": local}
     chosen, devices = make_config(given, "fleet"), _slow(slow)
     options = ["--deadline", deadline, *(["--metrics", metrics] if metrics else [])]
-    out = out.expanduser()
+    out = out.expanduser() if out else RUNS / f"fleet-{of_run(chosen)}"
     with RunProgress(quiet=as_json) as progress:
         bar = progress.bar(str(chosen.strategy_table["name"]))
         bar(0, chosen.rounds, "the clients begin")
@@ -405,15 +411,17 @@ def _slow(text: str | None) -> TwoSpeed | None:
 def _show_clients(result: RunResult) -> None:
     metric = result.metric
     rows = []
-    for found in sorted(result.summary["clients"], key=lambda row: _by_number(row["name"])):
-        value, adapted = (found[key] for key in (metric.name, f"{metric.name}_adapted"))
+    for found in sorted(result.clients, key=lambda row: _by_number(row["name"])):
+        seconds, stale = found["seconds"], found["staleness"]
         rows.append(
             {
                 "client": found["name"],
-                "samples": found["samples"],
-                "seconds a training": f"{float(found['seconds'] or 'nan'):.3g}",
-                metric.name: metric.text(float(value or "nan")),
-                "adapted": metric.text(float(adapted or "nan")),
+                "samples": str(found["samples"]),
+                "updates": str(found["updates"]),
+                "staleness": "-" if stale is None else f"{stale:.1f}",
+                "seconds a training": "-" if seconds is None else f"{seconds:.3g}",
+                metric.name: metric.text(found[metric.name]),
+                "adapted": metric.text(found[f"{metric.name}_adapted"]),
             }
         )
     if rows:

@@ -18,6 +18,7 @@ from polytempo.cli.options import Ca, Cert, Config, Json, Key, certificates
 from polytempo.cli.settings import with_settings
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, make_config, read_config
+from polytempo.experiments.folders import new_folder, of_run
 from polytempo.experiments.peer import EXCHANGE_SECONDS, SAVE_ROUNDS, run_peer
 from polytempo.experiments.peer_settings import PEER_SETTINGS
 from polytempo.experiments.run import interruptible
@@ -127,7 +128,12 @@ def peers_command(
     local: Annotated[int, typer.Option(min=2, help="Number of peers, one process each.")] = 5,
     strategy: P2POptions = None,
     config: Config = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder.")] = Path("runs/group"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Output folder \\[a new one in runs, named by the settings]."
+        ),
+    ] = None,
     tls: Annotated[
         bool, typer.Option("--tls", help="Use mutual TLS with test certificates.", metavar="")
     ] = False,
@@ -156,7 +162,8 @@ def peers_command(
     options = ["--wait", "--save-every", str(save_every), "--pause", str(pause)]
     options += ["--exchange-timeout", str(exchange_timeout)]
     shown = Live(get_renderable=board.table, console=notes, refresh_per_second=4)
-    with Group(chosen, out.expanduser(), tls=tls, options=options, watch=watch) as group:
+    out = out.expanduser() if out else new_folder(f"peers-{of_run(chosen)}")
+    with Group(chosen, out, tls=tls, options=options, watch=watch) as group:
         with interruptible() as interrupted, shown if live else nullcontext():
             for number in range(local):
                 group.start(number)

@@ -10,8 +10,9 @@ import typer
 from polytempo.cli.console import complain, output, print_table
 from polytempo.cli.fleet import NEEDED, compared
 from polytempo.cli.options import Json
-from polytempo.cli.progress import RunProgress
-from polytempo.experiments.compare import settle, slug
+from polytempo.experiments.compare import settle
+from polytempo.experiments.folders import slug
+from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import read_result
 from polytempo.experiments.run import LastFederation
 from polytempo.network.session import require_network

@@ -12,7 +12,6 @@ from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, listing, output, print_table
 from polytempo.cli.options import Json
-from polytempo.cli.progress import RunProgress
 from polytempo.cli.settings import with_settings
 from polytempo.experiments.jobs import Watch
 from polytempo.experiments.paper_report import write_report
@@ -23,6 +22,7 @@ from polytempo.experiments.paper_specs import (
     experiments,
     load_experiment,
 )
+from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.reproduce import (
     Place,
     asides,

@@ -10,11 +10,11 @@ from rich.markup import escape
 
 from polytempo.cli.console import interrupted, output
 from polytempo.cli.options import Config, Json
-from polytempo.cli.progress import RunProgress
 from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
-from polytempo.experiments.compare import slug
 from polytempo.experiments.config import RunConfig, make_config, read_config
+from polytempo.experiments.folders import new_folder, of_run
+from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult, about_clusters
 from polytempo.experiments.run import resume, run
 
@@ -27,7 +27,9 @@ def run_command(
     config: Config = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Output folder \\[a new one in runs]."),
+        typer.Option(
+            "--out", "-o", help="Output folder \\[a new one in runs, named by the settings]."
+        ),
     ] = None,
     resume_from: Annotated[
         Path | None,
@@ -59,7 +61,7 @@ def run_command(
             result = resume(folder, rounds=rounds, workers=workers, observer=observer)
         else:
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
-            folder = out.expanduser() if out else _free_folder(chosen)
+            folder = out.expanduser() if out else new_folder(of_run(chosen))
             observer = progress.watch(str(chosen.strategy_table["name"]))
             try:
                 result = run(chosen, folder, observer=observer)
@@ -72,19 +74,6 @@ def run_command(
         show_run(result, folder)
     if not result.summary["complete"]:
         interrupted(f"polytempo run --resume {folder}")
-
-
-def _free_folder(config: RunConfig) -> Path:
-    strategy, data = str(config.strategy_table["name"]), Path(config.data).name
-    stem = f"runs/{slug(strategy)}-{slug(data)}-seed{config.seed}"
-    folder, number = Path(stem), 2
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    while True:  # several commands may look for one at once
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            folder, number = Path(f"{stem}-{number}"), number + 1
 
 
 def show_run(result: RunResult, folder: Path) -> None:

@@ -24,7 +24,8 @@ RESERVED = (  # columns of a history, keys of result.json and attributes of a re
     *("wall_seconds", "backend", "trained_in_vain", "peak_rss_mb", "fingerprint"),
     *("summary", "history", "simulator", "interrupted", "value", "adapted", "final", "curve"),
     *("plot", "model", "fine_tuned", "adaptation_time", "clock", "seconds_taken", "extensions"),
-    "all_extensions",
+    *("all_extensions", "clients", "rows", "name", "group", "samples", "tested", "slowdown"),
+    *("updates", "restore", "save_model", "frame"),
 )
 _SMALL, _LARGE = 1e-4, 1e7  # beyond these, numbers are written with an exponent
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from polytempo.data.assemble import (
     verify,
 )
 from polytempo.data.npz import pool_clients, read_npz
+from polytempo.data.own import arrays_of, group_numbers, listed
 from polytempo.data.partition import PARTITIONS, Array, Natural, Partitioner
 from polytempo.data.pool import Pool, features, user_ids
 from polytempo.data.shift import SHIFTS, Shift
@@ -35,7 +37,7 @@ PartitionSpec = str | Mapping[str, Any] | Partitioner
 ShiftSpec = str | Mapping[str, Any] | Shift
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Federation:
     """The data of all clients, ordered by client: its training samples, then its test samples.
 
@@ -49,6 +51,7 @@ class Federation:
     groups: the true group of each client, where there is one.
     mean, std: per channel, for images; `prepare` applies them.
     partition: how the samples were divided, as a table of settings.
+    names: what clients are called, where they have names.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Federation:
     description: str
     partition: Mapping[str, Any]
     problem: str = "classification"
+    names: tuple[str, ...] | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -77,6 +81,32 @@ class Federation:
     def clients(self) -> int:
         """Number of clients."""
         return len(self.train)
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        train, test = sum(self.samples), sum(part.stop - part.start for part in self.test)
+        return (
+            f"<Federation {self.description}: {train:,} training and {test:,} test samples of "
+            f"{shape}, {self.problem} with {self.outputs} outputs>"
+        )
+
+    def _repr_html_(self) -> str:
+        sizes = np.array(self.samples)
+        rows = {
+            "clients": f"{self.clients:,}",
+            "problem": f"{self.problem}, {self.outputs} outputs",
+            "a sample": f"{str(self.x.dtype).removeprefix('torch.')} of shape {list(self.shape)}",
+            "training samples": f"{sizes.sum():,}; per client {sizes.min():,} to {sizes.max():,}, "
+            f"median {np.median(sizes):,.0f}",
+            "test samples": f"{sum(part.stop - part.start for part in self.test):,}",
+            "true groups": "-" if self.groups is None else str(len(np.unique(self.groups))),
+        }
+        lines = "".join(f"<tr><th>{k}</th><td>{escape(v)}</td></tr>" for k, v in rows.items())
+        return f"<p>{escape(self.description)}</p><table>{lines}</table>"
+
+    def name_of(self, client: int) -> str:
+        """What the client is called: its own name, else its number."""
+        return str(client) if self.names is None else self.names[client]
 
     @cached_property
     def samples(self) -> list[int]:
@@ -235,29 +265,40 @@ class Federation:
     @classmethod
     def from_arrays(
         cls,
-        clients: Iterable[Sequence[Any]],
+        clients: Iterable[Any] | Mapping[str, Any],
         *,
         name: str = "own",
         test_fraction: float = 0.25,
         seed: int = 0,
         classes: int | None = None,
         problem: str | None = None,
+        names: Sequence[Any] | None = None,
+        groups: Sequence[Any] | None = None,
+        target: str | None = None,
     ) -> Federation:
-        """Your own clients, each a pair (X, y) of arrays or tensors.
+        """Your own clients, each a pair (X, y) of arrays or tensors; by name, if they are a
+        dictionary.
 
         X is uint8 images ([N, C, H, W], [N, H, W] or [N, H, W, C]), float features of any shape,
         integer tokens [N, length], or a list of texts. (X, y, X_test, y_test) brings a test split
         of its own.
+
+        A client may also be a pandas frame, whose column `target` is y and whose other columns are
+        features; or a torch dataset of pairs (sample, target); or two of these, for training and
+        for testing. X and y may be frames and series, too.
 
         y is labels [N] (classification), 0 or 1 [N, labels] (multilabel), numbers [N] or
         [N, outputs] (regression), or tokens in the shape of X (next-token; 0 or -100 where nothing
         is to be predicted). Numbers are used as they are: standardise them if they are large.
         classes: how many labels or tokens there are; by default as many as occur.
         problem: one of these four, where it cannot be guessed from y.
+        names: what the clients are called. groups: the true group of each, a number or a word.
         """
-        clients = list(clients)
-        who = [f"client {number}" for number in range(len(clients))]
-        pool = pool_clients(name, clients, who, classes, problem)
+        found, called = listed(clients, names)
+        who = [f"client {called[i] if called else i}" for i in range(len(found))]
+        given = [arrays_of(client, label, target) for client, label in zip(found, who, strict=True)]
+        known = group_numbers(groups, len(found))
+        pool = pool_clients(name, given, who, classes, problem, known, called)
         return cls._divide(pool, name, None, None, None, test_fraction, seed, None)
 
     @classmethod
@@ -325,6 +366,9 @@ class Federation:
             assignment, labels, given, test_fraction, seed, pool.recordings, validation
         )
         groups = true_groups(assignment, pool.groups)
+        names = None
+        if natural and pool.names is not None and pool.users is not None:
+            names = tuple(pool.names[pool.users[held[0]]] for held in assignment.indices)
         x, vocabulary = to_tensor(pool, order, train)
         about = [title, f"{clients} clients", spell(PARTITIONS.describe(divider))]
         if validation:
@@ -352,4 +396,5 @@ class Federation:
             description=", ".join(about),
             partition=PARTITIONS.describe(divider),
             problem=pool.problem,
+            names=names,
         )

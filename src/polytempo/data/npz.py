@@ -22,8 +22,11 @@ def pool_clients(
     who: Sequence[str],
     classes: int | None,
     problem: str | None = None,
+    groups: Array | None = None,
+    names: tuple[str, ...] | None = None,
 ) -> Pool:
-    """One pool of what each client brings: (X, y), or (X, y, X_test, y_test)."""
+    """One pool of what each client brings: (X, y), or (X, y, X_test, y_test). `groups`, `names`:
+    one for each client."""
     if not clients:
         raise PolytempoError("no clients were given; give at least one pair (X, y)")
     _check_pairs(clients, who)
@@ -48,14 +51,17 @@ def pool_clients(
         _same_form("targets", found[0], y, part, who[0])
     x, y = _join([x for x, _ in pairs]), np.concatenate(found)
     sizes = [len(x) for x, _ in pairs]
+    whose = [number for number, _ in owners]
     return Pool(
         name=name,
         x=x,
         y=y,
         outputs=number_of_outputs(y, x, name, problem, classes),
-        users=np.repeat([number for number, _ in owners], sizes),
+        users=np.repeat(whose, sizes),
+        groups=None if groups is None else np.repeat(groups[whose], sizes),
         test=np.repeat([test for _, test in owners], sizes),
         problem=problem,
+        names=names,
     )
 
 
@@ -132,7 +138,8 @@ def _read_folder(folder: Path, classes: int | None, problem: str | None) -> Pool
             f"{folder}: holds no .npz file; expected one per client, with the arrays X and y"
         )
     clients = [read_client(file) for file in files]
-    return pool_clients(folder.name, clients, [str(file) for file in files], classes, problem)
+    who, names = [str(file) for file in files], tuple(file.stem for file in files)
+    return pool_clients(folder.name, clients, who, classes, problem, names=names)
 
 
 def client_files(folder: Path) -> list[Path]:

@@ -38,6 +38,7 @@ class Pool:
     length: int = 128  # words kept of each text
     vocabulary: int = 32_000  # at most, for text
     problem: str = "classification"
+    names: tuple[str, ...] | None = None  # of the users, in the order of their numbers
 
     def subset(self, limit: int | None, seed: int) -> Pool:
         """A random subset of at most `limit` samples, in their original order."""

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypedDict
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
-from polytempo.experiments.config import RunConfig, difference, make_config, read_config
+from polytempo.experiments.config import RunConfig, difference, read_config
+from polytempo.experiments.folders import slug, spelled
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
     CLUSTERS,
     FINE_TUNED,
     RunResult,
+    as_frame,
     can_plot,
     read_result,
     write_table,
 )
-from polytempo.experiments.run import Attach, LastFederation, holds_run, resolve, resume, run
+from polytempo.experiments.run import (
+    Attach,
+    LastFederation,
+    described,
+    holds_run,
+    in_memory,
+    resolve,
+    restored,
+    resume,
+    run,
+)
+from polytempo.experiments.tables import by_column, figures, gains, numbers, spread
 from polytempo.files import replace_text
-from polytempo.report import plot_curves, write_html
-from polytempo.simulation.metrics import models_sent
+from polytempo.models import Model
+from polytempo.report import html_table, plot_curves, plot_distribution, write_html
+from polytempo.simulation.each_client import known
 from polytempo.strategies import STRATEGIES
 
 COLUMNS = {
@@ -46,9 +58,18 @@ PLOTS = {  # of single runs that a comparison shows, too
 }
 REFERENCES = ("standalone", "majority")
 Watch = Callable[[str, int], Attach]  # given the strategy and the seed
+Load = Callable[[RunConfig], Federation]
 
 
-@dataclass(frozen=True)
+class Given(TypedDict):
+    """What a run is given as objects."""
+
+    federation: Federation
+    model: Model | None
+    strategy: Strategy | None
+
+
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Results by strategy, one for each seed, and the value of the metric that times are compared
     at."""
@@ -59,6 +80,7 @@ class Comparison:
     complete: bool
     failed: dict[str, str]  # strategies whose training diverged, and what was said of it
     fine_tuned: bool = False  # whether methods with one model are shown fine-tuned, too
+    fairness: bool = False  # whether the table says how unequal clients are
 
     def __post_init__(self) -> None:
         for label, found in self.results.items():
@@ -99,25 +121,89 @@ class Comparison:
             goal = f"s to {share if metric.share else value}"
         else:
             goal = f"s to best of {self.target}"
-        worst = f"{metric.name}_worst10"
-        return [
-            {
-                "strategy": label,
-                "handed": spread([r.value for r in found], metric),
-                "best": spread([self._best(r) for r in found], metric),
-                "adapted": spread([r.adapted for r in found], metric, none="-"),
-                "worst 10%": spread([r.history[-1][worst] for r in found], metric, none="-"),
-                "seconds": spread([r.seconds_taken for r in found]),
-                goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
-                **of_clusters(found, clustered),
-                "messages": spread([messages(r) for r in found], digits=0),
+        table = []
+        for label, found in self.rows().items():
+            each = figures(found)
+            table.append(
+                {
+                    "strategy": label,
+                    "handed": spread(each["handed"], metric),
+                    "best": spread([self._best(r) for r in found], metric),
+                    "adapted": spread(each["adapted"], metric, none="-"),
+                    "worst 10%": spread(each["worst10"], metric, none="-"),
+                    **(self._fairness_of(label) if self.fairness else {}),
+                    "seconds": spread(each["seconds"]),
+                    goal: spread(self._times(found)),
+                    **of_clusters(found, clustered),
+                    "messages": spread(each["messages"], digits=0),
+                }
+            )
+        return table
+
+    def _times(self, found: Sequence[RunResult]) -> list[float | None]:
+        """Until each run reaches the target."""
+        return [result.time_to(self.target_of(index)) for index, result in enumerate(found)]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """The table, and more, in numbers alone: means over seeds, and standard deviations."""
+        rows = []
+        for label, found in self.rows().items():
+            times = self._times(found)
+            columns: dict[str, Sequence[float | None]] = {
+                **figures(found),
+                **self.gains_of(label),
+                "target": [self.target_of(index) for index in range(len(found))],
+                "seconds_to_target": times,
             }
-            for label, found in self.rows().items()
-        ]
+            about = {"strategy": label, "metric": self.metric.name, "seeds": len(found)}
+            reached = sum(time is not None for time in times)
+            rows.append(about | numbers(columns) | {"reached": reached})
+        return rows
+
+    def gains_of(self, label: str) -> dict[str, list[float | None]]:
+        """What clients gain over local training alone, one value for each seed; nothing, if there
+        is no row of that."""
+        alone = next((r for name, r in self.results.items() if is_alone(name)), None)
+        if alone is None or is_alone(label):
+            return {}
+        return by_column([gains(*pair) for pair in zip(self.rows()[label], alone, strict=True)])
+
+    def _fairness_of(self, label: str) -> dict[str, str]:
+        metric, found, each = self.metric, self.rows()[label], figures(self.rows()[label])
+        gained = self.gains_of(label)
+        tested = len(known(found[0].clients, metric.name))
+        better, worse = (
+            f"{spread(gained[name], digits=0)} of {tested}" if gained else "-"
+            for name in ("better_off", "worse_off")
+        )
+        return {
+            "std over clients": spread(each["client_std"], metric, none="-"),
+            "best 10%": spread(each["best10"], metric, none="-"),
+            "better off than alone": better,
+            "worse off": worse,
+        }
+
+    def frame(self) -> Any:
+        """`numbers` as a pandas DataFrame; where pandas is not installed, as they are."""
+        return as_frame(self.numbers())
+
+    def __repr__(self) -> str:
+        runs = [result for found in self.results.values() for result in found]
+        about = runs[0].summary["federation"] if runs else "nothing"
+        end = "" if self.complete else ", interrupted"
+        return f"<Comparison of {', '.join(self.results)} on {about}: {len(runs)} runs{end}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.table())
 
     def summaries(self) -> list[dict[str, Any]]:
         """Every run's result.json, and what it would be after fine-tuning."""
         return [result.summary for found in self.rows().values() for result in found]
+
+
+def is_alone(label: str) -> bool:
+    """Whether that row is local training without any communication."""
+    return label.partition(":")[0] == "standalone"
 
 
 def worth_tuning(result: RunResult) -> bool:
@@ -130,46 +216,59 @@ def worth_tuning(result: RunResult) -> bool:
 
 
 def compare(
-    strategies: Sequence[str],
-    settings: dict[str, Any],
-    folder: Path,
+    strategies: Sequence[str | Strategy],
+    settings: Mapping[str, Any],
+    folder: Path | None,
     *,
     seeds: Sequence[int] = (0,),
     target: str | None = None,
     fine_tuned: bool = False,
     references: bool = False,
+    fairness: bool = False,
     watch: Watch | None = None,
+    federation: Federation | None = None,
+    model: Model | None = None,
 ) -> Comparison:
-    """Run every strategy with every seed; what the folder already holds is not run again.
+    """Run every strategy with every seed; what the folder already holds is not run again. Without a
+    folder, nothing is written. `federation`, `model`: objects, if the settings do not name them.
 
     `fine_tuned`: methods with one model have a second row, for what clients have after fine-tuning
     it, with the time that this takes. `references`: standalone and majority are rows, too.
+    `fairness`: the table says how unequal clients are, and who is better off than alone.
     An interrupt ends the comparison after the run that it stopped; calling this again continues. A
     strategy whose training diverges is left out.
     """
-    labels = list(dict.fromkeys((*strategies, *(REFERENCES if references else ()))))
+    chosen: dict[str, Strategy | None] = {}
+    for each in (*strategies, *(REFERENCES if references else ())):
+        given = isinstance(each, Strategy)
+        label = spelled(STRATEGIES, STRATEGIES.describe(each)) if given else str(each)
+        chosen[label] = each if isinstance(each, Strategy) else None
+    labels = list(chosen)
     if not labels:
         raise PolytempoError("name at least one strategy; see `polytempo strategies`")
     configs = {
-        (label, seed): make_config({**settings, "strategy": label, "seed": seed}, "compare")
+        (label, seed): described(
+            {**settings, "strategy": label, "seed": seed}, "compare", federation, model, strategy
+        )
         for seed in seeds
-        for label in labels
+        for label, strategy in chosen.items()
     }
     if fine_tuned and not next(iter(configs.values())).adapt_epochs:
         raise PolytempoError("--fine-tuned needs epochs of fine-tuning: --adapt-epochs 5")
     results: dict[str, list[RunResult]] = {label: [] for label in labels}
     failed: dict[str, str] = {}
-    complete, load = True, LastFederation()
+    complete = True
+    load: Load = LastFederation() if federation is None else lambda config: federation
     first = next(iter(configs.values()))
     metric = first.problem_on(load(first)).metrics[0]
     goal = _goal(target, labels, metric)
     for (label, seed), config in configs.items():
         if label in failed:
             continue
-        place = folder / slug(label) / f"seed{seed}"
+        place = None if folder is None else folder / slug(label) / f"seed{seed}"
         observer = watch(label, seed) if watch else None
         try:
-            result = settle(config, place, load, observer)
+            result = settle(config, place, load, observer, model, chosen[label])
         except Diverged as error:
             failed[label] = f"{label}, seed {seed}: {error}"
             continue
@@ -181,32 +280,42 @@ def compare(
     if isinstance(goal, str) and goal not in finished:
         goal = next(iter(finished), goal)
     about = MetricInfo(**metric.about)
-    comparison = Comparison(finished, about, goal, complete, failed, fine_tuned)
-    if complete and finished:
+    comparison = Comparison(finished, about, goal, complete, failed, fine_tuned, fairness)
+    if complete and finished and folder is not None:
         _write(folder, comparison, settings)
     return comparison
 
 
 def settle(
-    config: RunConfig, place: Path, load: LastFederation, observer: Attach | None = None
+    config: RunConfig,
+    place: Path | None,
+    load: Load,
+    observer: Attach | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
 ) -> RunResult:
-    """The result of a run, without its models: read from the folder, resumed there, or run from
-    the start. A folder with other settings is refused."""
-    config = of_comparison(config)
-    federation = load(config)
+    """The result of a run: read from the folder, resumed there, or run from the start; its models
+    are in the folder. A folder with other settings is refused. Without a folder, run in memory.
+    `model`, `strategy`: objects, if the settings do not say how to make them."""
+    config = of_comparison(config, strategy)
+    federation, strategy = load(config), copy.copy(strategy)
+    if place is None:
+        made = strategy or config.make("strategy")
+        return in_memory(config, federation, model or config.model, made, observer)
+    given: Given = {"federation": federation, "model": model, "strategy": strategy}
     if holds_run(place):
-        result = _continue(place, config, federation, observer)
+        result = _continue(place, config, observer, given)
     else:
-        result = run(config, place, observer=observer, federation=federation)
-    return replace(result, simulator=None, extensions=())
+        result = run(config, place, observer=observer, **given)
+    rows, made_again = result.clients, lambda: restored(place, **given)
+    return replace(result, simulator=None, extensions=(), rows=rows, restore=made_again)
 
 
-def _continue(
-    place: Path, config: RunConfig, federation: Federation, observer: Attach | None
-) -> RunResult:
+def _continue(place: Path, config: RunConfig, observer: Attach | None, given: Given) -> RunResult:
     found = read_config(place / "config.toml")
-    wanted = resolve(config, federation)
-    name = difference(wanted, found)
+    strategy, federation = given["strategy"], given["federation"]
+    wanted = resolve(config, federation, strategy)
+    name = difference(wanted, found, strategy=strategy)
     if name is not None:
         raise PolytempoError(
             f"{place} was run with {name} = {found.get(name)!r}, but now it is "
@@ -216,7 +325,7 @@ def _continue(
         result = read_result(place)
         if result.summary["complete"]:
             return result
-    return resume(place, workers=config.workers, observer=observer, federation=federation)
+    return resume(place, workers=config.workers, observer=observer, **given)
 
 
 def _goal(target: str | None, labels: Sequence[str], metric: MetricInfo) -> float | str:
@@ -259,38 +368,10 @@ def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, s
     return line
 
 
-def slug(label: str) -> str:
-    """A strategy with its options as the name of a folder."""
-    return re.sub(r"[^A-Za-z0-9._+=-]+", "_", label)
-
-
-def messages(result: RunResult) -> float:
-    return float(models_sent(result.summary["messages"]))
-
-
-def spread(
-    values: Sequence[float | None],
-    metric: MetricInfo | None = None,
-    *,
-    digits: int = 1,
-    none: str = "never",
-) -> str:
-    """Mean and, of several seeds, standard deviation; `none`, if there is no value."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return none if not known else f"{len(known)} of {len(values)} seeds"
-    mean = float(np.mean(known))
-    apart = float(np.std(known, ddof=1)) if len(known) > 1 else None
-    if metric is not None:
-        return metric.text(mean, apart)
-    return f"{mean:,.{digits}f}" + ("" if apart is None else f" ± {apart:.{digits}f}")
-
-
-def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
+def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any]) -> None:
     """summary.csv, results.json, the plots and the report."""
     table, metric = comparison.table(), comparison.metric
-    named = [{"strategy": row["strategy"], "metric": metric.name} | row for row in table]
-    write_table(folder / "summary.csv", named)
+    write_table(folder / "summary.csv", comparison.numbers())
     text = json.dumps(comparison.summaries(), indent=2) + "\n"
     replace_text(folder / "results.json", text)
     if not can_plot():
@@ -308,6 +389,13 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
         )
         for x, what in against.items()
     ]
+    spread = {
+        label: [known(result.clients, metric.name).tolist() for result in found]
+        for label, found in comparison.rows().items()
+    }
+    if all(values for lists in spread.values() for values in lists):
+        path = plot_distribution(spread, metric, folder / "distribution.png")
+        images.append(("How clients differ: sorted, and as boxes; all seeds together", path))
     for label in comparison.results:
         place = next((folder / slug(label)).glob("seed*"))
         for name, caption in PLOTS.items():

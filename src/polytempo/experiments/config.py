@@ -32,7 +32,7 @@ from polytempo.training import PROBLEMS, BackendName, Problem, SolverName, probl
 from polytempo.training.executors.processes import cores
 
 Spec = str | dict[str, Any]
-_REGISTRIES: dict[str, Registry[Any]] = {
+REGISTRIES: dict[str, Registry[Any]] = {
     "strategy": STRATEGIES,
     "partition": PARTITIONS,
     "shift": SHIFTS,
@@ -204,12 +204,12 @@ class RunConfig(BaseModel):
     check: bool = Field(False, description="verify the simulator's invariants while running")
     events: bool = Field(False, description="write every event to events.jsonl")
 
-    @pydantic.field_validator(*_REGISTRIES)
+    @pydantic.field_validator(*REGISTRIES)
     @classmethod
     def _known(cls, value: Spec | None, info: pydantic.ValidationInfo) -> Spec | None:
         if value is None:
             return None
-        registry = _REGISTRIES[str(info.field_name)]
+        registry = REGISTRIES[str(info.field_name)]
         return registry.describe(registry.create(value))
 
     @pydantic.field_validator("solver", "backend", mode="before")
@@ -253,7 +253,7 @@ class RunConfig(BaseModel):
 
     def make(self, field: str) -> Any:
         """The strategy, device model, ... that the setting of that name describes."""
-        return _REGISTRIES[field].create(getattr(self, field))
+        return REGISTRIES[field].create(getattr(self, field))
 
     def ends(self) -> Ends:
         """What ends the run, other than its rounds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import threading
 import time
@@ -125,21 +124,13 @@ class Fleet(LocalGroup):
     def result(self) -> RunResult:
         """As the server has left it, with what every client and process has to say."""
         found = read_result(self.out / SERVER)
-        found.summary["clients"] = self.each()
+        found.summary["clients"] = found.clients
         found.summary["failed"] = self.failed()
         replace_text(self.out / "result.json", json.dumps(found.summary, indent=2) + "\n")
         return found
 
     def failed(self) -> dict[str, str]:
         return {name: why for name in self.processes if (why := self.failure(name)) is not None}
-
-    def each(self) -> list[dict[str, str]]:
-        """The rows of clients.csv."""
-        path = self.out / SERVER / "clients.csv"
-        if not path.exists():
-            return []
-        with path.open(newline="", encoding="utf8") as file:
-            return list(csv.DictReader(file))
 
 
 def simulated(config: RunConfig, slow: TwoSpeed | None, folder: Path) -> RunResult:

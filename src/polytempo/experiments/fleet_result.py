@@ -15,6 +15,7 @@ from polytempo.nodes.server import Exam, ServerNode
 from polytempo.nodes.star import Sums
 from polytempo.simulation import Extension
 from polytempo.simulation.clusters import CLIENTS, DRAWN
+from polytempo.simulation.each_client import client_row, score_row, spread_over
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import Problem, Score
 
@@ -70,37 +71,46 @@ def each_score(node: ServerNode, problem: Problem) -> list[Row]:
     """A row for each client and exam that it has answered, in order of time."""
     metric = problem.metrics[0]
     return [
-        {
-            "time": exam.time,
-            "round": exam.round,
-            "client": client,
-            "name": node.roster[client],
-            metric.name: metric.value(sums),
-            f"{metric.name}_adapted": metric.value(exam.adapted[client])
-            if client in exam.adapted
-            else None,
-        }
+        score_row(
+            metric,
+            exam.time,
+            exam.round,
+            client,
+            node.roster[client],
+            metric.value(sums),
+            metric.value(exam.adapted[client]) if client in exam.adapted else None,
+        )
         for exam in node.exams
         for client, sums in sorted(exam.handed.items())
     ]
 
 
 def each_client(node: ServerNode, problem: Problem) -> list[Row]:
-    """A row for each client: its last scores, and how long it trains."""
-    name = problem.metrics[0].name
+    """A row for each client: what it has done, and its last scores."""
+    metric = problem.metrics[0]
     last = {row["client"]: row for row in each_score(node, problem)}
-    nothing: Row = dict.fromkeys(("round", name, f"{name}_adapted"))
-    return [
-        {
-            "client": client,
-            "name": called,
-            "samples": node.samples[client],
-            "tested": node.tested[client],
-            "seconds": median(node.past[client]) if node.past.get(client) else None,
-            **{key: last.get(client, nothing)[key] for key in nothing},
-        }
-        for client, called in enumerate(node.roster)
-    ]
+    seconds = {client: median(found) for client, found in node.past.items() if found}
+    fastest = min(seconds.values(), default=0.0)
+    rows = []
+    for client, called in enumerate(node.roster):
+        updates, staleness = node.shares.get(client, (0, 0))
+        took, score = seconds.get(client), last.get(client, {})
+        row = client_row(
+            metric,
+            client,
+            name=called,
+            samples=node.samples[client],
+            tested=node.tested[client],
+            slowdown=took / fastest if took and fastest else None,
+            seconds=took,
+            updates=updates,
+            staleness=staleness / updates if updates else None,
+            evaluated=score.get("round"),
+            handed=score.get(metric.name),
+            adapted=score.get(f"{metric.name}_adapted"),
+        )
+        rows.append(row)
+    return rows
 
 
 class Outlook(Extension):
@@ -113,15 +123,18 @@ class Outlook(Extension):
         self.node, self.problem = node, problem
 
     def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = dict(
+            spread_over(each_client(self.node, self.problem), self.problem.metrics[0])
+        )
         found = self.node.server.strategy.clusters()
-        if found is None:
-            return {}
-        held = found[found >= 0]
-        return {"clusters": len(np.unique(held)), "unclustered": len(found) - len(held)}
+        if found is not None:
+            held = found[found >= 0]
+            figures |= {"clusters": len(np.unique(held)), "unclustered": len(found) - len(held)}
+        return figures
 
     def tables(self) -> dict[str, Sequence[Mapping[str, Any]]]:
         clients, scores = (of(self.node, self.problem) for of in (each_client, each_score))
-        return {"clients": clients, "scores": scores}
+        return {"clients": clients, "clients_history": scores}
 
     def plots(self) -> dict[str, dict[str, Any]]:
         node, strategy = self.node, self.node.server.strategy

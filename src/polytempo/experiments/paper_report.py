@@ -10,7 +10,8 @@ import numpy as np
 
 from polytempo.core.metric import ACCURACY
 from polytempo.experiments import result
-from polytempo.experiments.compare import PLOTS, slug
+from polytempo.experiments.compare import PLOTS
+from polytempo.experiments.folders import slug
 from polytempo.experiments.paper_specs import FIGURES, QUICK, Experiment, filled
 from polytempo.experiments.reproduce import (
     Place,

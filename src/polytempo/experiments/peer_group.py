@@ -22,6 +22,7 @@ from polytempo.files import replace_text
 from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports
 from polytempo.report import Line, plot_peers
+from polytempo.simulation.each_client import client_row
 
 SEEDS = 2  # peers that all others call first
 
@@ -101,6 +102,7 @@ class Group(LocalGroup):
         replace_text(self.out / "result.json", json.dumps(summary, indent=2) + "\n")
         if rows:
             write_table(self.out / "history.csv", rows)
+            write_table(self.out / "clients.csv", _each(found))
             if can_plot():
                 self._plot(histories, MetricInfo(**summary["metric"]))
         return summary
@@ -111,6 +113,28 @@ class Group(LocalGroup):
             seconds = [float(row["seconds"]) for row in history]
             lines[name] = seconds, [float(row[metric.name]) for row in history]
         plot_peers(lines, metric, self.out / "peers.png", clock="seconds since the peer began")
+
+
+def _each(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of clients.csv: a peer's updates are its local rounds."""
+    updates = [result["iterations"] // result["local_steps"] for result in found]
+    seconds = [r["seconds"] / n if n else None for r, n in zip(found, updates, strict=True)]
+    fastest = min((each for each in seconds if each), default=None)
+    return [
+        client_row(
+            MetricInfo(**result["metric"]),
+            result["client"],
+            name=result["id"],
+            samples=result["samples"],
+            tested=result["tested"],
+            slowdown=took / fastest if took and fastest else None,
+            seconds=took,
+            updates=done,
+            evaluated=done,
+            handed=result[result["metric"]["name"]],
+        )
+        for result, done, took in zip(found, updates, seconds, strict=True)
+    ]
 
 
 def _of_metric(found: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -62,10 +62,10 @@ def networked(config: RunConfig) -> P2P:
     return cast(P2P, strategy)
 
 
-def of_comparison(config: RunConfig) -> RunConfig:
+def of_comparison(config: RunConfig, strategy: Strategy | None = None) -> RunConfig:
     """The settings of one strategy among several that are given the same: those that mean something
     to the others only are as if they had not been given."""
-    if config.make("strategy").engine != "peers":
+    if (strategy or config.make("strategy")).engine != "peers":
         return config
     defaults = make_config({})
     return config.model_copy(update={name: getattr(defaults, name) for name in NOT_SHARED})

@@ -9,12 +9,15 @@ import json
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, nearest
@@ -22,9 +25,11 @@ from polytempo.core.metric import MetricInfo, finite
 from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
+    html_table,
     plot_clusters,
     plot_curves,
     plot_diagnosis,
+    plot_distribution,
     plot_graph,
     plot_peers,
     plot_similarity,
@@ -32,8 +37,9 @@ from polytempo.report import (
     write_html,
 )
 from polytempo.simulation import Engine, Extension, clusters
+from polytempo.simulation.each_client import known
 from polytempo.simulation.metrics import LAST, convergence_time, final_value, models_sent, time_to
-from polytempo.training import Problem
+from polytempo.training import PERSONAL, Problem
 from polytempo.training.footprint import peak_memory
 
 CLUSTERS = clusters.FIGURES
@@ -50,7 +56,7 @@ PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
     """The figures of one run. `summary` is what result.json holds; each of its figures is also an
     attribute: `result.mse_best`, `result.simulated_time`.
@@ -61,9 +67,11 @@ class RunResult:
 
     summary: dict[str, Any]
     history: list[dict[str, Any]]
-    simulator: Engine | None = field(default=None, repr=False)  # None when read from a folder
-    extensions: Sequence[Extension] = field(default=(), repr=False)
+    simulator: Engine | None = None  # None when read from a folder
+    extensions: Sequence[Extension] = ()
     interrupted: bool = False  # the user asked to stop, perhaps just after the end
+    rows: list[dict[str, Any]] | None = None  # of clients, if read
+    restore: Callable[[], Engine] | None = None  # makes the simulator from the run's folder
 
     def __getattr__(self, name: str) -> Any:
         summary = self.__dict__.get("summary", {})  # copying asks before there is one
@@ -120,7 +128,8 @@ class RunResult:
             f"{name}_best": self.metric.best(row[name] for row in history),
             f"{name}_worst10": history[-1][f"{name}_worst10"],
             f"{name}_weighted": None,
-            f"{name}_std": None,
+            f"{name}_std": self.summary.get(f"{name}_adapted_std"),
+            f"{name}_best10": None,
             "simulated_time": self.summary["simulated_time"] + later,
             "time_to": {
                 target: time_to(history, self.metric, float(target))
@@ -128,7 +137,18 @@ class RunResult:
             },
             "convergence_time": None,
         }
-        return replace(self, summary=summary, history=history)
+        clients = [{**row, name: row[f"{name}_adapted"]} for row in self.clients]
+        return replace(self, summary=summary, history=history, rows=clients)
+
+    @property
+    def clients(self) -> list[dict[str, Any]]:
+        """Each client by itself, as in clients.csv: what it has, how it trained, how good its model
+        was at the last evaluation."""
+        if self.rows is not None:
+            return self.rows
+        tables = (extension.tables() for extension in self.all_extensions())
+        found = next((each["clients"] for each in tables if "clients" in each), ())
+        return [dict(row) for row in found]
 
     def time_to(self, target: float) -> float | None:
         """Simulated seconds until the handed models' metric is first as good as `target`; None if
@@ -176,14 +196,92 @@ class RunResult:
         curves = {self.summary["strategy"]: [self.curve()]}
         return plot_curves(curves, self.metric, Path(path), clock=f"{self.clock} (s)")
 
-    def model(self, client: int) -> dict[str, Tensor]:
-        """The client's model as a state dict, to load into an `nn.Module` of the same kind. What
-        the client adds to its outputs (a label prior) is in the biases of the last layer."""
+    def model(self, client: int, adapted: bool = False) -> dict[str, Tensor]:
+        """The client's model as a state dict, to load into an `nn.Module` of the same kind: as it
+        is handed it, or after it has fine-tuned it (`adapted`). The part of the model that stays
+        with the client is in it. What the client adds to its outputs (a label prior) is in the
+        biases of the last layer."""
+        engine = self._engine()
+        clients = engine.federation.clients
+        if not 0 <= client < clients:
+            raise PolytempoError(f"there is no client {client}: they are 0 to {clients - 1}")
+        layout = engine.layout
+        if adapted:
+            vector, memory = engine.adapted_model(client)
+            own = memory[PERSONAL] if layout.personal else None
+        else:
+            vector = engine.in_use(client)
+            own = engine.personal(client) if layout.personal else None
+        return layout.state(vector, own, engine.offset(client))
+
+    def _engine(self) -> Engine:
+        """The run itself: at hand, or from the checkpoint in its folder."""
         if self.simulator is None:
-            raise PolytempoError("a result read from a folder holds no models; run it again")
-        layout = self.simulator.layout
-        own = self.simulator.personal(client) if layout.personal else None
-        return layout.state(self.simulator.in_use(client), own, self.simulator.offset(client))
+            if self.restore is None:
+                raise PolytempoError(
+                    "this result holds no models; read them from the folder of the run: "
+                    "polytempo.load(FOLDER)"
+                )
+            self.simulator = self.restore()
+        return self.simulator
+
+    def save_model(self, path: str | Path, client: int, adapted: bool = False) -> Path:
+        """Write the client's model to a file: .safetensors, or .pt, a state dict that
+        `torch.load` reads."""
+        target = Path(path).expanduser()
+        if target.suffix not in (".safetensors", ".pt", ".pth"):
+            raise PolytempoError(
+                f"cannot write a model to {str(path)!r}; end the name in .safetensors or .pt"
+            )
+        state = self.model(client, adapted)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as partial:
+            if target.suffix == ".safetensors":
+                about = {
+                    "strategy": str(self.summary["strategy"]),
+                    "federation": str(self.summary["federation"]),
+                    "client": str(client),
+                    "adapted": str(adapted).lower(),
+                }
+                save_file({k: v.contiguous() for k, v in state.items()}, str(partial), about)
+            else:
+                torch.save(state, partial)
+        return target
+
+    def frame(self, table: str = "history") -> Any:
+        """The `history`, or the `clients`, as a pandas DataFrame; where pandas is not installed, as
+        a list of dictionaries."""
+        if table not in ("history", "clients"):
+            near = nearest(table, ("history", "clients"))
+            raise PolytempoError(f"a result has no table {table!r}{near}")
+        return as_frame(self.history if table == "history" else self.clients)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.summary]
+
+    def __repr__(self) -> str:
+        if not self.summary.keys() >= {"strategy", "arrivals"}:
+            return "<RunResult>"
+        figures = _figures(self)
+        words = [f"{key} {figures[key]}" for key in ("handed", "adapted", self.clock)]
+        end = "" if self.summary["complete"] else ", interrupted"
+        return (
+            f"<RunResult {self.summary['strategy']} on {self.summary['federation']}: "
+            f"{self.metric.name} {', '.join(words)}, {self.summary['arrivals']} updates{end}>"
+        )
+
+    def _repr_html_(self) -> str:
+        about = f"{self.summary['federation']}; seed {self.summary['seed']}; {self.metric.label}"
+        return f"<p>{escape(about)}</p>{html_table([_figures(self)])}"
+
+
+def as_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows as a pandas DataFrame; as they are, where pandas is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        return [dict(row) for row in rows]
+    return pandas.DataFrame.from_records([dict(row) for row in rows])
 
 
 @dataclass(frozen=True)
@@ -294,7 +392,7 @@ def _of_metrics(history: Sequence[Mapping[str, Any]], problem: Problem) -> dict[
         **{f"{name}_{form}": last[f"{name}_{form}"] for form in ("weighted", "std", "worst10")},
         f"{name}_adapted": last[f"{name}_adapted"],
         f"{name}_adapted_worst10": last.get(f"{name}_adapted_worst10"),
-        f"{name}_newcomers": None,
+        **dict.fromkeys(f"{name}_{form}" for form in ("best10", "adapted_std", "newcomers")),
     }
     for other in others:
         pooled = f"{other.name}_weighted"
@@ -357,6 +455,16 @@ def _plots(
     if counts:
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
+    clients = result.clients
+    columns = {"handed": metric.name, "adapted": f"{metric.name}_adapted"}
+    spread = {
+        label: [values]
+        for label, column in columns.items()
+        if len(values := known(clients, column).tolist()) > 1
+    }
+    if spread:
+        path = plot_distribution(spread, metric, folder / "distribution.png")
+        images.append(("How clients differ: sorted, and as boxes", path))
     for name, given in ((n, g) for each in extensions for n, g in each.plots().items()):
         caption, draw = PLOTS[name]
         images.append((caption, draw(path=folder / f"{name}.png", **given)))
@@ -393,11 +501,19 @@ def read_result(folder: Path) -> RunResult:
     """A result as `write_result` left it."""
     try:
         summary = json.loads((folder / "result.json").read_text(encoding="utf8"))
-        with (folder / "history.csv").open(newline="", encoding="utf8") as file:
-            history = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        history = read_table(folder / "history.csv")
+        each = folder / "clients.csv"  # not there for a very great number of clients
+        clients = read_table(each) if each.exists() else []
     except (OSError, ValueError) as error:
         raise PolytempoError(f"{folder} holds no readable result: {error}") from error
-    return RunResult(summary, history)
+    return RunResult(summary, history, rows=clients)
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file; what is not a name is a number, or None if it is not there."""
+    with path.open(newline="", encoding="utf8") as file:
+        rows = csv.DictReader(file)
+        return [{k: v if k == "name" else _number(v) for k, v in row.items()} for row in rows]
 
 
 def _number(text: str) -> float | int | None:
@@ -407,10 +523,15 @@ def _number(text: str) -> float | int | None:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows as CSV."""
+    """Rows as a CSV file."""
+    replace_text(path, csv_text(rows))
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV; what a row does not have is empty."""
     text = io.StringIO()
     columns = dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    replace_text(path, text.getvalue())
+    return text.getvalue()

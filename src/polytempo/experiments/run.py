@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +29,7 @@ from polytempo.experiments.config import (
     write_config,
 )
 from polytempo.experiments.peer_settings import refuse_server_settings
-from polytempo.experiments.result import RunResult, summarise, write_result
+from polytempo.experiments.result import RunResult, summarise, write_result, write_table
 from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Engine, PeerSimulator, Simulator
@@ -43,59 +45,65 @@ Attach = Callable[[Engine, int], Observer]  # given the number of rounds
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
+PREVIOUS = "checkpoint.previous.safetensors"  # the one before, if the last is damaged
+HISTORY_SECONDS = 1.0  # at least so long between two writes of history.csv
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
 
 
-def simulate(
-    federation: Federation,
-    *,
-    model: Model = "auto",
-    strategy: str | Strategy = "pace",
-    rounds: int = 400,
-    out: str | Path | None = None,
-    resume: bool = False,
-    **settings: Any,
-) -> RunResult:
-    """Run a strategy on a federation, on a simulated clock.
+def described(
+    settings: Mapping[str, Any],
+    source: str,
+    federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
+) -> RunConfig:
+    """The settings, checked, of a run that is given these objects: the settings say what they are,
+    though perhaps not how to make them again."""
+    truth: dict[str, Any] = {}
+    if federation is not None:
+        truth["data"] = GIVEN + federation.description
+    if model is not None:
+        truth["model"] = model_name(model)
+    if strategy is not None:
+        truth["strategy"] = STRATEGIES.describe(strategy)
+    plain = {key: value for key, value in settings.items() if key not in truth}
+    return make_config(plain, source).model_copy(update=truth)
 
-    `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
-    `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
-    With `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
-    it had never stopped: call it as before, optionally for more rounds. (P2P cannot be extended:
-    its learning rates depend on the number of rounds.) Data, strategy and settings must be those
-    of the checkpoint. Settings left open are as they were: a run that is extended keeps its
-    `eval_every`, and equals one that had it, and all the rounds, from the beginning.
-    """
-    chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
-    for name in (*FEDERATION, *(() if out else ("events",))):
-        if name in settings:
-            raise PolytempoError(
-                f"simulate: {name} is not a setting here; "
-                + ("it needs out=FOLDER" if name == "events" else "the federation is already given")
-            )
-    config = make_config({"rounds": rounds, **settings}, "simulate")
-    truth = {
-        "strategy": STRATEGIES.describe(chosen),
-        "data": GIVEN + federation.description,
-        "model": _model_name(model),
-    }
-    config = config.model_copy(update=truth)
-    if out is None:
-        if resume:
-            raise PolytempoError("simulate: resume=True needs out=FOLDER, the folder of the run")
-        config = resolve(config, federation, chosen)
-        simulator = make_simulator(config, federation, model, chosen)
-        peak_memory(reset=True)
-        simulator.run(config.rounds, **config.ends())
-        return summarise(simulator, truth["strategy"], complete=True)
-    folder = Path(out).expanduser()
+
+def in_memory(
+    config: RunConfig,
+    federation: Federation,
+    model: Model,
+    strategy: Strategy,
+    observer: Attach | None = None,
+) -> RunResult:
+    """A run that leaves no folder."""
+    config = resolve(config, federation, strategy)
+    simulator = make_simulator(config, federation, model, strategy)
+    peak_memory(reset=True)
+    if observer:
+        simulator.observers.append(observer(simulator, config.rounds))
+    simulator.run(config.rounds, **config.ends())
+    return summarise(simulator, config.strategy_table, complete=True)
+
+
+def in_folder(
+    config: RunConfig,
+    folder: Path,
+    federation: Federation,
+    model: Model,
+    strategy: Strategy,
+    observer: Attach | None = None,
+    resume: bool = False,
+) -> RunResult:
+    """A run from Python. With `resume`, the one that the folder holds, if any, goes on."""
     with Claim(folder):
         state = _checkpoint(folder) if resume else None
         if state is None:
             _must_be_new(folder)
-        config = resolve(_as_it_was(config, state, chosen), federation, chosen)
-        simulator = make_simulator(config, federation, model, chosen)
-        return _go_on(simulator, config, folder, state)
+        config = resolve(_as_it_was(config, state, strategy), federation, strategy)
+        simulator = make_simulator(config, federation, model, strategy)
+        return _go_on(simulator, config, folder, state, observer)
 
 
 def run(
@@ -104,11 +112,13 @@ def run(
     *,
     observer: Attach | None = None,
     federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
 ) -> RunResult:
-    """Carry out a run in a new folder (on a federation that was loaded already, if given)."""
+    """Carry out a run in a new folder (with the objects that are there already, if given)."""
     federation = federation or load_federation(config)
-    config = resolve(config, federation)
-    simulator = make_simulator(config, federation, config.model)
+    config = resolve(config, federation, strategy)
+    simulator = make_simulator(config, federation, model or config.model, strategy)
     with Claim(folder):
         _must_be_new(folder)
         return drive(simulator, config, folder, observer)
@@ -143,32 +153,80 @@ def resume(
     workers: int | None = None,
     observer: Attach | None = None,
     federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
 ) -> RunResult:
     """Resume the run in a folder from its checkpoint (optionally for more rounds, or with another
-    number of workers)."""
-    if not (folder / "config.toml").exists():
-        raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
-    settings = read_config(folder / "config.toml")
-    if str(settings.get("data", "")).startswith(GIVEN):
-        raise PolytempoError(
-            f"{folder} was run from Python on data that the folder does not hold; resume it from "
-            "Python: polytempo.simulate(..., out=FOLDER, resume=True)"
-        )
+    number of workers). What the folder does not hold must be given as it was: a federation of the
+    user's own, a model or a strategy that cannot be imported."""
     given = {"rounds": rounds, "workers": workers}
-    settings |= {key: value for key, value in given.items() if value is not None}
-    config = make_config(settings, str(folder / "config.toml"))
+    changed = {key: value for key, value in given.items() if value is not None}
+    config = kept_settings(folder, federation, model, strategy, changed)
     with Claim(folder):
         state = _checkpoint(folder)
-        config = _as_it_was(config, state)
+        config = _as_it_was(config, state, strategy)
         federation = federation or load_federation(config)
-        config = resolve(config, federation)
-        simulator = make_simulator(config, federation, config.model)
+        config = resolve(config, federation, strategy)
+        simulator = make_simulator(config, federation, model or config.model, strategy)
         return _go_on(simulator, config, folder, state, observer)
 
 
+def restored(
+    folder: Path,
+    federation: Federation | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
+) -> Engine:
+    """The run in a folder as its checkpoint has it, to look at; what the folder does not hold must
+    be given."""
+    config = kept_settings(folder, federation, model, strategy)
+    state = _checkpoint(folder)
+    if state is None:
+        raise PolytempoError(f"{folder} holds no models: it has no {CHECKPOINT}")
+    federation = federation or load_federation(config)
+    config = resolve(config, federation, strategy).model_copy(update={"backend": "serial"})
+    simulator = make_simulator(config, federation, model or config.model, strategy)
+    simulator.load_state_dict(state)
+    return simulator
+
+
+def kept_settings(
+    folder: Path,
+    federation: Federation | None,
+    model: Model | None,
+    strategy: Strategy | None,
+    changed: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The settings that a folder holds, with those of what is given."""
+    if not (folder / "config.toml").exists():
+        raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
+    settings = read_config(folder / "config.toml") | dict(changed or {})
+    if federation is None and str(settings.get("data", "")).startswith(GIVEN):
+        raise PolytempoError(
+            f"{folder} was run from Python on data that the folder does not hold; give them in "
+            "Python: polytempo.resume(FOLDER, federation) or polytempo.load(FOLDER, federation)"
+        )
+    if model is None and "<" in str(settings.get("model")):  # a function inside another
+        raise PolytempoError(
+            f"the model of {folder}, {settings['model']}, cannot be imported; give model=..."
+        )
+    return described(settings, str(folder / "config.toml"), None, model, strategy)
+
+
 def _checkpoint(folder: Path) -> State | None:
-    """The checkpoint that a run has left in its folder, if it got that far."""
-    return load_state(folder / CHECKPOINT) if (folder / CHECKPOINT).exists() else None
+    """The checkpoint that a run has left in its folder, if it got that far; if the last one is
+    damaged, the one before it."""
+    last, previous = folder / CHECKPOINT, folder / PREVIOUS
+    if not last.exists():  # perhaps a crash came between the two
+        return load_state(previous) if previous.exists() else None
+    try:
+        return load_state(last)
+    except PolytempoError as error:
+        if not previous.exists():
+            raise
+        state = load_state(previous)
+        warnings.warn(f"{error}. Used instead: {previous}", stacklevel=2)
+        return state
 
 
 def _as_it_was(
@@ -366,12 +424,12 @@ def _must_be_new(folder: Path) -> None:
 def holds_run(folder: Path) -> bool:
     """Whether there is a run in this folder that could be read or resumed."""
     try:
-        return (folder / CHECKPOINT).exists() or (folder / "result.json").exists()
+        return any((folder / name).exists() for name in (CHECKPOINT, PREVIOUS, "result.json"))
     except NotADirectoryError as error:
         raise PolytempoError(f"{folder}: {error.filename} is a file, not a folder") from error
 
 
-def _model_name(model: Model) -> Any:
+def model_name(model: Model) -> Any:
     if isinstance(model, str | Mapping):
         return model
     if callable(model):
@@ -392,16 +450,17 @@ def drive(
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
-        last, over = time.monotonic(), False
+        last, over, history = time.monotonic(), False, _History(simulator, folder)
 
         def checkpoint() -> None:
             nonlocal last
             flush()  # no checkpoint may count events that the log does not hold
             state = {**simulator.state_dict(), "settings": config.settings()}
-            save_state(folder / CHECKPOINT, state)
+            save_state(folder / CHECKPOINT, state, keep=folder / PREVIOUS)
             last = time.monotonic()
 
         def pause() -> bool:
+            history.write()
             if not over and time.monotonic() - last > CHECKPOINT_SECONDS:
                 checkpoint()
             return interrupted.is_set()
@@ -419,6 +478,20 @@ def drive(
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
     write_result(folder, result, config.settings())
     return result
+
+
+class _History:
+    """history.csv as it grows: the rows that there are, now and then."""
+
+    def __init__(self, simulator: Engine, folder: Path) -> None:
+        self._simulator, self._path = simulator, folder / "history.csv"
+        self._rows, self._written = 0, -math.inf
+
+    def write(self) -> None:
+        rows, now = self._simulator.history, time.monotonic()
+        if len(rows) > self._rows and now > self._written + HISTORY_SECONDS:
+            write_table(self._path, rows)
+            self._rows, self._written = len(rows), now
 
 
 @contextmanager

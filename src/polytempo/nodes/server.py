@@ -179,6 +179,7 @@ class ServerNode:
         self.messages = Counter(dispatch=0, upload=0, multicast=0, exam=0)
         self.bytes = Counter(self.messages)
         self.staleness: Counter[int] = Counter()
+        self.shares: dict[int, tuple[int, int]] = {}  # by client: its updates, their staleness
         self.revoked: set[int] = set()
         # Not saved: who is connected now, and the names of those that are about to enrol.
         self.here: set[str] = set()
@@ -492,6 +493,8 @@ class ServerNode:
         self._forget(client)
         self.folded[client] = number
         self.staleness[stale.rounds] += 1
+        updates, staleness = self.shares.get(client, (0, 0))
+        self.shares[client] = updates + 1, staleness + stale.rounds
         self._count("upload", update.nbytes)
         return [
             self._report(events.Upload, client, number, stale.rounds, stale.versions),
@@ -635,6 +638,7 @@ class ServerNode:
             "messages": dict(self.messages),
             "bytes": dict(self.bytes),
             "staleness": [list(pair) for pair in self.staleness.items()],
+            "shares": [[client, *share] for client, share in self.shares.items()],
             "revoked": sorted(self.revoked),
         }
 
@@ -656,6 +660,7 @@ class ServerNode:
         self.applied, self.events, self.time = state["applied"], state["events"], state["time"]
         self.messages, self.bytes = Counter(state["messages"]), Counter(state["bytes"])
         self.staleness = Counter(dict(state["staleness"]))
+        self.shares = {client: (count, stale) for client, count, stale in state.get("shares", ())}
         self.revoked = set(state["revoked"])
 
 

@@ -6,8 +6,9 @@ from polytempo.report.bars import Bar, plot_bars, plot_tradeoff
 from polytempo.report.clusters import plot_clusters, plot_similarity
 from polytempo.report.curves import Curve, Line, plot_curves
 from polytempo.report.diagnosis import plot_diagnosis
+from polytempo.report.distribution import plot_distribution
 from polytempo.report.heatmap import plot_heatmaps
-from polytempo.report.html import write_html
+from polytempo.report.html import html_table, write_html
 from polytempo.report.maps import plot_graph, plot_labels
 from polytempo.report.peers import plot_peers
 from polytempo.report.staleness import plot_staleness
@@ -16,10 +17,12 @@ __all__ = [
     "Bar",
     "Curve",
     "Line",
+    "html_table",
     "plot_bars",
     "plot_clusters",
     "plot_curves",
     "plot_diagnosis",
+    "plot_distribution",
     "plot_graph",
     "plot_heatmaps",
     "plot_labels",

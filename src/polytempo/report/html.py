@@ -66,7 +66,7 @@ def write_html(
     parts = [f"<h1>{escape(title)}</h1>"]
     parts += [f"<p>{escape(text.strip())}</p>" for text in intro.split("\n\n") if text.strip()]
     if table:
-        parts += ["<h2>Results</h2>", _table(table)]
+        parts += ["<h2>Results</h2>", html_table(table)]
     if images:
         parts.append("<h2>Plots</h2>")
         parts += [_figure(caption, Path(image)) for caption, image in images]
@@ -89,7 +89,8 @@ def _page(title: str, body: str) -> str:
     )
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
+def html_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table by itself, as in a report."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     lines = [

@@ -32,11 +32,12 @@ from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.dropout import Dropout, NoDropout, Timeline
+from polytempo.simulation.each_client import EachClient
 from polytempo.simulation.extension import Extension
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Score, make_executor
 
-FORMAT = 6  # of checkpoints
+FORMAT = 7  # of checkpoints
 NOT_TESTED = Score({})
 Observer = Callable[[events.Event], None]
 P = ParamSpec("P")
@@ -128,6 +129,7 @@ class Engine:
         self.extensions: dict[str, Extension] = {}
         self._scores: dict[int, tuple[object, Score]] = {}  # with the revision of the model
         self._evaluated: tuple[Tensor, dict[int, Score]] | None = None  # of a single model
+        self.extend(EachClient(self))
 
     # -- what an engine has of its own -----------------------------------------------------------
 
@@ -356,18 +358,12 @@ class Engine:
         """The metric after every client has adapted a copy of its model by plain training, its mean
         and that of the worst tenth, as columns of the history; None if `stop` broke it off."""
         with self._timed("evaluation"):
-            task = self._adaptation()
             scores: list[Score] = []
             clients, together = self._there(), 2 * self.backend.width
             for begin in range(0, len(clients), together):  # n models need not be there at once
-                jobs = []
-                for client in clients[begin : begin + together]:
-                    stream = ("adapt", client, "round", self.round)
-                    steps = with_offset(self.strategy.task(client).client_steps)
-                    model, memory = self.in_use(client), self.own_part(client)
-                    plain = replace(task, client_steps=steps)
-                    jobs.append(Job(client, model, plain, stream, memory=memory))
-                    self.backend.expect(jobs[-1])
+                jobs = [self._adapting(client) for client in clients[begin : begin + together]]
+                for job in jobs:
+                    self.backend.expect(job)
                 exams = []
                 for job in jobs:
                     if stop():
@@ -377,9 +373,33 @@ class Engine:
                     adapted, _, memory = self.backend.carry_out(job)
                     exams.append(Exam(adapted, [job.client], [memory], job.task.client_steps))
                 scores += [score for [score] in self.backend.evaluate(exams)]
+            by_client = dict(zip(clients, scores, strict=True))
+            for extension in self.extensions.values():
+                extension.adapted(by_client)
             found = over_clients(scores, self.problem)
             ends = ("", "_worst10")
             return {f"{self._adapted}{end}": found[f"{self.metric.name}{end}"] for end in ends}
+
+    def adapted_model(self, client: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The model that the client has after adapting a copy of its own, as it travels, and what
+        the client then remembers: that which `adapted` has tested."""
+        if not self.adapt_epochs:
+            raise PolytempoError("this run has no fine-tuning: its adapt_epochs is 0")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # same bits as in the run
+        try:
+            with self.backend:
+                adapted, _, memory = self.backend.carry_out(self._adapting(client))
+        finally:
+            torch.set_num_threads(threads)
+        return adapted, memory
+
+    def _adapting(self, client: int) -> Job:
+        """The training by which the client adapts a copy of its model, as it stands."""
+        stream = ("adapt", client, "round", self.round)
+        steps = with_offset(self.strategy.task(client).client_steps)
+        task = replace(self._adaptation(), client_steps=steps)
+        return Job(client, self.in_use(client), task, stream, memory=self.own_part(client))
 
     # -- extensions ------------------------------------------------------------------------------
 

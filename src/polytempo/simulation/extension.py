@@ -37,6 +37,9 @@ class Extension:
         """The clients' models were tested: columns for this row of the history."""
         return {}
 
+    def adapted(self, scores: Mapping[int, Score]) -> None:
+        """So were the models that clients have fine-tuned since."""
+
     # -- what there is to show -----------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:

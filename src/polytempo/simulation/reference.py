@@ -214,5 +214,6 @@ def pool(federation: Federation, group: np.ndarray) -> Federation:
         train=tuple(train),
         test=tuple(slice(at, at) for _ in train),
         groups=None,
+        names=None,
         description=f"{federation.description}, pooled",
     )

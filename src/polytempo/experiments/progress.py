@@ -1,9 +1,11 @@
-"""Progress bars of runs, on standard error."""
+"""Progress bars of runs: on standard error in a terminal, as a widget in a notebook."""
 
 from __future__ import annotations
 
 from typing import Self
 
+from rich.console import Console
+from rich.errors import LiveError
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -13,23 +15,26 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from polytempo.cli.console import notes
 from polytempo.experiments.jobs import Report, reporting
 from polytempo.experiments.run import Attach
 
 
 class RunProgress:
     """One bar per run; they appear with the first of them. `updates`: of all runs together, which
-    then have a bar of their own, with the time left."""
+    then have a bar of their own, with the time left. `quiet`: whether there are none (None: unless
+    this is a terminal or a notebook)."""
 
-    def __init__(self, *, quiet: bool, updates: int | None = None) -> None:
+    def __init__(self, *, quiet: bool | None, updates: int | None = None) -> None:
+        console = Console(stderr=True)
+        if quiet is None:
+            quiet = not (console.is_terminal or console.is_jupyter)
         self._bars = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[state]}"),
             TimeRemainingColumn(),
-            console=notes,
+            console=console,
             disable=quiet,
         )
         self._whole: TaskID | None = None
@@ -56,7 +61,10 @@ class RunProgress:
             nonlocal bar, before
             if bar is None:
                 bar = self._bars.add_task(label, total=rounds, state="")
-                self._bars.start()
+                try:
+                    self._bars.start()
+                except LiveError:  # the caller shows something already
+                    self._bars.disable = True
             self._bars.update(bar, completed=done, state=state)
             if self._whole is not None:
                 self._bars.advance(self._whole, done - before)

@@ -1,0 +1,242 @@
+"""What Python programs call: `polytempo.simulate`, `compare`, `sweep`, `resume`, `load`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict
+
+from polytempo.core.errors import PolytempoError
+from polytempo.core.strategy import Strategy
+from polytempo.data import Federation
+from polytempo.experiments import compare as comparisons
+from polytempo.experiments import run as runs
+from polytempo.experiments import sweep as sweeps
+from polytempo.experiments.compare import Comparison
+from polytempo.experiments.config import FEDERATION
+from polytempo.experiments.jobs import Watch
+from polytempo.experiments.progress import RunProgress
+from polytempo.experiments.result import RunResult, read_result
+from polytempo.experiments.run import described, in_folder, in_memory, load_federation
+from polytempo.experiments.sweep import Sweep
+from polytempo.experiments.tables import Interval
+from polytempo.models import Model
+from polytempo.strategies import STRATEGIES
+
+
+def simulate(
+    federation: Federation | str,
+    *,
+    model: Model = "auto",
+    strategy: str | Strategy = "pace",
+    rounds: int = 400,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Run a strategy on a federation, on a simulated clock.
+
+    `federation` may also be the name of a data set: then its settings (`clients`, `partition`, ...)
+    are among the others, and the folder is one that the command `polytempo` can resume.
+    `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
+    `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
+    With `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
+    it had never stopped: call it as before, optionally for more rounds. (P2P cannot be extended:
+    its learning rates depend on the number of rounds.) Data, strategy and settings must be those
+    of the checkpoint. Settings left open are as they were: a run that is extended keeps its
+    `eval_every`, and equals one that had it, and all the rounds, from the beginning.
+
+    `progress`: whether there is a bar (None: in a terminal or a notebook).
+    """
+    chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
+    if not isinstance(federation, str):
+        refuse_data(settings, "simulate")
+    if "events" in settings and not out:
+        raise PolytempoError("simulate: events is not a setting here; it needs out=FOLDER")
+    data = None if isinstance(federation, str) else federation
+    if isinstance(federation, str):
+        settings["data"] = federation
+    config = described({"rounds": rounds, **settings}, "simulate", data, model, chosen)
+    federation = load_federation(config) if isinstance(federation, str) else federation
+    with RunProgress(quiet=None if progress is None else not progress) as bars:
+        observer = bars.watch(str(config.strategy_table["name"]))
+        if out is None:
+            if resume:
+                raise PolytempoError(
+                    "simulate: resume=True needs out=FOLDER, the folder of the run"
+                )
+            return in_memory(config, federation, model, chosen, observer)
+        folder = Path(out).expanduser()
+        return in_folder(config, folder, federation, model, chosen, observer, resume)
+
+
+def resume(
+    folder: str | Path,
+    federation: Federation | None = None,
+    *,
+    rounds: int | None = None,
+    workers: int | None = None,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
+    progress: bool | None = None,
+) -> RunResult:
+    """Resume the run in a folder from its checkpoint, optionally for more rounds: bit for bit as if
+    it had never stopped.
+
+    What the folder does not hold must be given as it was: a `federation` of your own data, a
+    `model` or a `strategy` that cannot be imported by its name.
+    """
+    place = Path(folder).expanduser()
+    with RunProgress(quiet=None if progress is None else not progress) as bars:
+        return runs.resume(
+            place,
+            rounds=rounds,
+            workers=workers,
+            observer=bars.watch(place.name),
+            federation=federation,
+            model=model,
+            strategy=copy.copy(strategy),
+        )
+
+
+def load(
+    folder: str | Path,
+    federation: Federation | None = None,
+    *,
+    model: Model | None = None,
+    strategy: Strategy | None = None,
+) -> RunResult:
+    """The result in the folder of a run: figures, history, clients and, from its checkpoint, the
+    models. These need the data and the model: those that the folder does not hold (your own) must
+    be given."""
+    place = Path(folder).expanduser()
+    if not (place / "result.json").exists():
+        inner = sorted(path.parent for path in place.glob("**/result.json"))[:1]
+        hint = f"; name one of the runs in it, such as {inner[0]}" if inner else ""
+        raise PolytempoError(f"{place} holds no result: it has no result.json{hint}")
+    result = read_result(place)
+    result.restore = lambda: runs.restored(place, federation, model, copy.copy(strategy))
+    return result
+
+
+def compare(
+    federation: Federation | str,
+    strategies: Sequence[str | Strategy],
+    *,
+    model: Model = "auto",
+    rounds: int = 400,
+    seeds: int | Sequence[int] = 1,
+    out: str | Path | None = None,
+    target: float | str | None = None,
+    fine_tuned: bool = False,
+    references: bool = False,
+    fairness: bool = False,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Run several strategies on the same federation, devices and seeds.
+
+    `federation`, `model` and `settings` are as for `simulate`; a federation that is named is
+    divided anew for every seed, one that is given stays as it is. With `out`, a folder is written,
+    and what it holds already is not run again: call it again after an interruption, or with more
+    strategies or seeds. `target`: the value of the metric, or the strategy, that times are compared
+    at. `fine_tuned`, `references`, `fairness`: further rows and columns, as of `polytempo compare`.
+    """
+    named, given = _objects(federation, model, settings, "compare")
+    with RunProgress(quiet=None if progress is None else not progress) as bars:
+        return comparisons.compare(
+            strategies,
+            {"rounds": rounds, **named},
+            None if out is None else Path(out).expanduser(),
+            seeds=range(seeds) if isinstance(seeds, int) else seeds,
+            target=None if target is None else str(target),
+            fine_tuned=fine_tuned,
+            references=references,
+            fairness=fairness,
+            watch=lambda label, seed: bars.watch(f"{label} seed {seed}"),
+            **given,
+        )
+
+
+def sweep(
+    federation: Federation | str,
+    grid: Mapping[str, Sequence[Any]],
+    *,
+    model: Model = "auto",
+    rounds: int = 400,
+    seeds: int | Sequence[int] = 1,
+    baseline: Mapping[str, Any] | None = None,
+    figure: str = "handed",
+    interval: Interval = "std",
+    out: str | Path | None = None,
+    jobs: int = 1,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Sweep:
+    """Run every combination of the grid's values with every seed.
+
+    `grid`: values by setting, such as `{"lr": [0.01, 0.05], "strategy": ["pace", "fedbuff"]}`;
+    options of a setting are `"strategy.alpha"`. `federation`, `model`, `settings` and `out` are as
+    for `compare`. `baseline`: values that every point is tested against, such as
+    `{"strategy": "fedbuff"}`; `figure`: what is tested (handed, best, adapted, worst10). `jobs`:
+    runs at once, each in a process, if data and model are given by name and there is a folder.
+    """
+    named, given = _objects(federation, model, settings, "sweep")
+    if jobs > 1:
+        named.setdefault("workers", 1)
+
+    @contextmanager
+    def bars(updates: int) -> Iterator[Watch]:
+        quiet = None if progress is None else not progress
+        with RunProgress(quiet=quiet, updates=updates) as found:
+            yield found.bar
+
+    return sweeps.sweep(
+        grid,
+        {"rounds": rounds, **named},
+        None if out is None else Path(out).expanduser(),
+        seeds=range(seeds) if isinstance(seeds, int) else seeds,
+        baseline=baseline,
+        figure=figure,
+        interval=interval,
+        jobs=jobs,
+        progress=bars,
+        **given,
+    )
+
+
+class _Objects(TypedDict):
+    federation: Federation | None
+    model: Model | None
+
+
+def _objects(
+    federation: Federation | str, model: Model, settings: dict[str, Any], source: str
+) -> tuple[dict[str, Any], _Objects]:
+    """Settings, as far as names say it, and the objects that they cannot say."""
+    if "seed" in settings:
+        raise PolytempoError(f"{source}: seed is not a setting here; give seeds=[...]")
+    if not isinstance(federation, str):
+        refuse_data(settings, source)
+    named, given = dict(settings), _Objects(federation=None, model=None)
+    if isinstance(federation, str):
+        named["data"] = federation
+    else:
+        given["federation"] = federation
+    if isinstance(model, str | Mapping):
+        named["model"] = model
+    else:
+        given["model"] = model
+    return named, given
+
+
+def refuse_data(settings: Mapping[str, Any], source: str) -> None:
+    """The data are there: settings must not say anything about them."""
+    for name in FEDERATION:
+        if name in settings:
+            raise PolytempoError(
+                f"{source}: {name} is not a setting here; the federation is already given"
+            )
