@@ -176,7 +176,8 @@ class Strategy(Options):
         return self.context.task
 
     def vectors_for(self, client: int) -> Mapping[str, Tensor]:
-        """What else the client is sent, by name (`Dispatch.vectors`)."""
+        """What else the client is sent, by name (`Dispatch.vectors`). Never modified in place
+        afterwards."""
         return {}
 
     def revision(self, client: int) -> int | None:

@@ -155,6 +155,8 @@ class ServerNode:
     `samples` is the list that the strategy's context has: a client's entry is set when it enrols.
     """
 
+    STEADY = ("outstanding",)  # entries of the state whose vectors are never modified in place
+
     def __init__(self, server: Server, samples: list[int], plan: FleetPlan) -> None:
         if server.context.samples is not samples:
             raise ValueError("the context of the strategy must have this very list of samples")
