@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,40 +29,15 @@ from polytempo.files import replacing
 _ARRAY = "$array"  # {"$array": [kind, name in the file]} marks where an array stood
 
 
-class Snapshot:
-    """A state as it is now, to be saved later, perhaps by another thread, while its owner goes on.
-
-    `steady`: entries whose arrays are never modified in place; they are copied when they are saved.
-    """
-
-    def __init__(self, state: State, steady: Sequence[str] = ()) -> None:
-        self._arrays: dict[str, Tensor] = {}
-        self._skeleton = _split(state, "state", self._arrays)
-        later = tuple(f"state/{name}/" for name in steady)
-        self._later = [name for name in self._arrays if name.partition(" ")[2].startswith(later)]
-        for name in self._arrays.keys() - set(self._later):
-            self._arrays[name] = _copy(self._arrays[name])
-
-    def contents(self) -> tuple[str, dict[str, Tensor]]:
-        """What a file holds: JSON, and the arrays by name, no two of which share memory."""
-        for name in self._later:
-            self._arrays[name] = _copy(self._arrays[name])
-        self._later = []
-        return json.dumps(self._skeleton), self._arrays
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to `path`; a crash leaves either the old file or the new one."""
-        text, arrays = self.contents()
-        with replacing(path) as partial:
-            try:
-                save_file(arrays, str(partial), metadata={"state": text})
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-
-
 def save_state(path: str | os.PathLike[str], state: State) -> None:
     """Write `state` to `path`; a crash leaves either the old file or the new one."""
-    Snapshot(state).save(path)
+    arrays: dict[str, Tensor] = {}
+    text = json.dumps(_split(state, "state", arrays))
+    with replacing(path) as partial:
+        try:
+            save_file(_apart(arrays), str(partial), metadata={"state": text})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def load_state(path: str | os.PathLike[str]) -> State:
@@ -85,8 +59,9 @@ def load_state(path: str | os.PathLike[str]) -> State:
 
 def restored(state: State) -> State:
     """What `load_state` would return had `state` been saved, without the file."""
-    text, arrays = Snapshot(state).contents()
-    found: State = _join(json.loads(text), arrays)
+    arrays: dict[str, Tensor] = {}
+    text = json.dumps(_split(state, "state", arrays))
+    found: State = _join(json.loads(text), {name: _copy(array) for name, array in arrays.items()})
     return found
 
 
@@ -114,7 +89,21 @@ def mapped(folder: str | os.PathLike[str] | None = None) -> Allocator:
 
 
 def _copy(array: Tensor) -> Tensor:
-    return array.detach().clone(memory_format=torch.contiguous_format)
+    return array.clone(memory_format=torch.contiguous_format)
+
+
+def _apart(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same arrays, each with memory of its own, as a file needs them; most have it already."""
+    seen: set[int] = set()
+    found = {}
+    for name, array in arrays.items():
+        memory = array.untyped_storage()
+        alone = array.is_contiguous() and len(memory) == array.nbytes
+        if not alone or memory.data_ptr() in seen:
+            array = _copy(array)
+        seen.add(memory.data_ptr())
+        found[name] = array
+    return found
 
 
 def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
@@ -122,7 +111,7 @@ def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor | np.ndarray):
         name = f"{len(arrays)} {where}"
         if isinstance(node, Tensor):
-            arrays[name] = node
+            arrays[name] = node.detach()
             return {_ARRAY: ["tensor", name]}
         try:
             arrays[name] = torch.from_numpy(np.array(node, order="C"))

@@ -10,14 +10,9 @@ from polytempo.core import events
 from polytempo.core.server import MOST_SAMPLES, Server
 from polytempo.core.strategy import STRATEGIES, Context
 from polytempo.core.task import Task
-from polytempo.nodes.server import (
-    MOST_AT_FIRST,
-    MOST_DOUBLINGS,
-    PAST,
-    FleetPlan,
-    Patience,
-    ServerNode,
-)
+from polytempo.nodes.deadlines import PAST
+from polytempo.nodes.plan import MOST_AT_FIRST, MOST_DOUBLINGS, FleetPlan, Patience
+from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import (
     PROTOCOL,
     Acknowledge,
@@ -308,7 +303,7 @@ def test_a_bad_update_costs_its_client_the_slot_and_takes_no_room_on_disk(change
     assert told[0].number == 0
     assert reason in told[0].reason
     assert fleet.node.round == 0
-    assert fleet.node.missed == {}  # it was in time
+    assert fleet.node.deadlines.missed == {}  # it was in time
 
 
 def test_an_update_that_the_strategy_refuses_costs_the_slot_too():
@@ -509,8 +504,8 @@ def test_deadlines_follow_the_last_trainings_of_the_client_itself():
     for number, seconds in enumerate([50.0, *[20.0] * PAST]):
         fleet.now += seconds
         fleet.offers("a", number)
-        assert fleet.node.patience(0) == (200.0 if number < PAST else 80.0)
-    assert len(fleet.node.past[0]) == PAST
+        assert fleet.node.deadlines.seconds(0) == (200.0 if number < PAST else 80.0)
+    assert len(fleet.node.deadlines.past[0]) == PAST
 
 
 def test_who_takes_too_long_loses_its_slot_and_may_have_another():
@@ -541,7 +536,7 @@ def test_a_client_that_has_become_slow_is_given_twice_the_time_each_time():
         waits.append(fleet.now - begun)
     assert waits == [61.0, 121.0, 241.0]
     fleet.offers("a", fleet.training()["a"])
-    assert fleet.node.missed == {}
+    assert fleet.node.deadlines.missed == {}
 
 
 @pytest.mark.parametrize("refill", ["same", "idle", "cohort"])
@@ -559,7 +554,7 @@ def test_a_client_that_was_away_is_not_given_more_time_for_it():
     fleet.disconnect("a")
     fleet.tick(61.0)
     assert fleet.training() == {}
-    assert fleet.node.missed == {}
+    assert fleet.node.deadlines.missed == {}
 
 
 def test_a_cohort_does_not_wait_for_ever_for_one_that_never_answered():

@@ -44,7 +44,7 @@ from polytempo.network.fleet.server import FleetServer
 from polytempo.network.fleet.store import Store
 from polytempo.network.session import Certificates
 from polytempo.nodes.client import ClientNode, Memory
-from polytempo.nodes.server import Patience
+from polytempo.nodes.plan import Patience
 from polytempo.nodes.star import Examine, Sums
 
 MODELS = {"linear": "1x28x28", "lenet": "3x32x32", "resnet18": "3x32x32"}  # and their samples

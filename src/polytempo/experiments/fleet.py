@@ -44,7 +44,8 @@ from polytempo.network.fleet.server import FleetServer
 from polytempo.network.fleet.store import JOURNAL, Store
 from polytempo.network.session import Certificates
 from polytempo.nodes.client import ClientNode
-from polytempo.nodes.server import Patience, ServerNode
+from polytempo.nodes.plan import Patience
+from polytempo.nodes.server import ServerNode
 from polytempo.training import Problem
 
 WRITE_SECONDS = 5.0  # between two writes of history.csv and clients.csv

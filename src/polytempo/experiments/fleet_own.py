@@ -51,7 +51,7 @@ from polytempo.experiments.run import GIVEN, interruptible
 from polytempo.files import replacing
 from polytempo.network.session import Certificates
 from polytempo.nodes.client import ClientNode, Memory
-from polytempo.nodes.server import Patience
+from polytempo.nodes.plan import Patience
 from polytempo.nodes.star import Examine, Sums
 from polytempo.strategies import STRATEGIES
 from polytempo.training import Problem

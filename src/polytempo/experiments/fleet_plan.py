@@ -29,7 +29,8 @@ from polytempo.experiments.fleet_settings import (
 from polytempo.experiments.run import as_before, holds_run
 from polytempo.models import build
 from polytempo.network.fleet.store import JOURNAL
-from polytempo.nodes.server import FleetPlan, Patience, ServerNode
+from polytempo.nodes.plan import FleetPlan, Patience
+from polytempo.nodes.server import ServerNode
 from polytempo.storage import load_state, save_state
 from polytempo.training import PROBLEMS, Problem
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.result import Account
-from polytempo.nodes.server import Exam, ServerNode
+from polytempo.nodes.exams import Exam
+from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import Sums
 from polytempo.simulation import Extension
 from polytempo.simulation.clusters import CLIENTS, DRAWN
@@ -95,8 +96,8 @@ def each_client(node: ServerNode, problem: Problem) -> list[Row]:
             "client": client,
             "name": called,
             "samples": node.samples[client],
-            "tested": node.tested[client],
-            "seconds": median(node.past[client]) if node.past.get(client) else None,
+            "tested": node.exams.tested[client],
+            "seconds": median(past) if (past := node.deadlines.past.get(client)) else None,
             **{key: last.get(client, nothing)[key] for key in nothing},
         }
         for client, called in enumerate(node.roster)

@@ -24,7 +24,7 @@ from polytempo.experiments.peer import client_of
 from polytempo.experiments.peer_settings import refuse
 from polytempo.experiments.run import load_federation, resolve
 from polytempo.models import Inputs
-from polytempo.nodes.server import Patience
+from polytempo.nodes.plan import Patience
 from polytempo.simulation.simulator import slots_of
 from polytempo.training import PROBLEMS, Problem, problem_for
 from polytempo.training.problem import Own

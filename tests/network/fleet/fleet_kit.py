@@ -20,7 +20,8 @@ from polytempo.network.fleet.server import FleetServer, Limits
 from polytempo.network.fleet.store import Store
 from polytempo.network.session import Certificates
 from polytempo.nodes.client import ClientNode
-from polytempo.nodes.server import FleetPlan, ServerNode
+from polytempo.nodes.plan import FleetPlan
+from polytempo.nodes.server import ServerNode
 
 FIGURES = frozenset({"loss", "count"})
 

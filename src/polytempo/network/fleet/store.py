@@ -8,8 +8,8 @@ journal/checkpoints.json           the last two of these with their checksums; t
 The older checkpoint is there for the day when the newer one cannot be read: replaying a little more
 leads to the same bits.
 
-A checkpoint is written in a thread of its own, from a copy of the state, while the server goes on:
-the server stands still only for the copy. A checkpoint counts from the moment that the table names
+A checkpoint is written in a thread of its own, from a snapshot of the state, while the server goes
+on: it stands still only for the snapshot. A checkpoint counts from the moment that the table names
 it, and all that the table names is safe by then: whatever a crash interrupts, the table that is
 there leads to the state. There is one such thread: never two checkpoints at once.
 """
@@ -29,12 +29,13 @@ from typing import Any
 
 from polytempo.core import events
 from polytempo.core.errors import PolytempoError
+from polytempo.core.strategy import State
 from polytempo.files import Appended, Claim, replace_text, writing
 from polytempo.network.fleet.journal import Journal, read_journal
 from polytempo.network.fleet.records import Entry, Skipped, read_entry, write_entry
 from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import AnyRecord, Report
-from polytempo.storage import Snapshot, load_state
+from polytempo.storage import load_state, save_state
 
 EVENTS, JOURNAL, TABLE = "events.jsonl", "journal", "checkpoints.json"
 KEPT = 2  # checkpoints
@@ -184,15 +185,15 @@ class Store:
         """Every record that was appended was applied to the node."""
         assert self._written is None, "one checkpoint at a time"
         begin, entries = time.monotonic(), self._journal.next
-        state = Snapshot(node.state_dict(), node.STEADY)
+        state = node.snapshot()
         self._journal.rotate()
         self._written = self._writer.submit(self._write, state, entries, begin)
 
-    def _write(self, state: Snapshot, entries: int, begin: float) -> None:
+    def _write(self, state: State, entries: int, begin: float) -> None:
         """In a thread of its own."""
         self._events.flush()  # no checkpoint may count events that the log does not hold
         path = self._path / f"checkpoint-{entries:016d}.safetensors"
-        state.save(path)
+        save_state(path, state)
         made = {"file": path.name, "entries": entries, "checksum": _checksum(path)}
         others = [old for old in self._table["checkpoints"] if old["entries"] < entries]
         table = {**self._table, "checkpoints": [made, *others][:KEPT]}
