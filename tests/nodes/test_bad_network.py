@@ -311,7 +311,7 @@ SERVERS = [
     (WaitsForWhoIsGone, "who is gone keeps no slot from others"),
     (GivesUpWhoIsBack, "who is back in time is not given up"),
     (BeginsWithWhoeverIsThere, "nobody begins before all are there that are waited for"),
-    (WaitsForThoseOfTheFirstStart, "a run comes to its end"),
+    (WaitsForThoseOfTheFirstStart, "no slot is free while somebody is idle"),
     (ForgetsWhomItWaitsFor, "a restarted server is as one that never stopped"),
     (SaysNothingToWhoIsBack, "who is waited for is in training"),
     (SendsNothingAgain, "who is waited for is in training"),

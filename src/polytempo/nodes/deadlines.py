@@ -60,7 +60,9 @@ class Deadlines:
 
     def late(self, now: float) -> Iterator[int]:
         """Clients that take too long."""
-        return (client for client, since in self.since.items() if now - since > self.seconds(client))
+        return (
+            client for client, since in self.since.items() if now - since > self.seconds(client)
+        )
 
     def gone(self, client: int, now: float) -> bool:
         """Whether this client, which is not connected, has been away for too long for others to go

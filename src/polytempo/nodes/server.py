@@ -18,10 +18,10 @@ Theory of operation
    training was sent last, and whether it was hurried; a client that comes back says what it holds,
    and hears all that it has missed, by what is applied by then. The rest follows as it is applied.
 5. A client that is not connected is *away*: it is sent nothing, and what it was training may still
-   come. A client that takes longer than its deadline (`deadlines.py`), or whose update is bad, loses
-   its slot; what it then offers is declined, and it is free for a fresh model, after those that are
-   idle. One that is away keeps its slot from others for a short while only. An update that comes
-   after the last round stays with its client, unanswered: should the run be extended, it is offered
+   come; it keeps its slot from others for a short while only. A client that takes longer than its
+   deadline (`deadlines.py`), or whose update is bad, loses its slot; what it then offers is
+   declined, and it is free for a fresh model, after those that are idle. An update that comes after
+   the last round stays with its client, unanswered: should the run be extended, it is offered
    again.
 6. Evaluation is done by the clients (`exams.py`). The run is closed once those that are there have
    answered the last exam, or have been waited for long enough.

@@ -402,7 +402,9 @@ def test_one_checkpoint_at_a_time_from_the_state_as_it_was(tmp_path, monkeypatch
     assert len(saved) <= 1, "the next one waits"
     go.set()
     store._settle()
-    assert same(load_state(tmp_path / "journal" / "checkpoint-0000000000000006.safetensors"), before)
+    assert same(
+        load_state(tmp_path / "journal" / "checkpoint-0000000000000006.safetensors"), before
+    )
     store.checkpoint(node)
     assert len(saved) == 2
     store.close()
