@@ -63,9 +63,9 @@ def nobody(event: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a server listens, whom it lets in, how long it waits for a client in training, where its
-    metrics are to be had (None: nowhere), how many clients it waits for before it begins, and what
-    they may take."""
+    """Where a server listens, whom it lets in, how long it waits for a client in training, where
+    its metrics are to be had (None: nowhere), how many clients it waits for before it begins, and
+    what they may take."""
 
     listen: str
     certificates: Certificates | None = None

@@ -174,7 +174,9 @@ class Fleet:
         self.address = server.address
         return server
 
-    def client(self, name, trainer=None, *, files=None, model="toy", pause=0.0, address=None):
+    def client(
+        self, name, trainer=None, *, files=None, model="toy", pause=0.0, address=None, **more
+    ):
         node = ClientNode(model, "toy", 10, 5)
         said = []
         client = FleetClient(
@@ -186,6 +188,7 @@ class Fleet:
             name=None if self.files else name,
             watch=said.append,
             pause=pause,
+            **more,
         )
         client.said = said
         client.running = Running(client.run)

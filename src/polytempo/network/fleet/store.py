@@ -164,8 +164,8 @@ class Store:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def checkpoint_if_due(self, node: ServerNode) -> None:
-        """Begin a checkpoint, if it is time and there is something to save. What went wrong with the
-        last one is raised here."""
+        """Begin a checkpoint, if it is time and there is something to save. What went wrong with
+        the last one is raised here."""
         if self._written is not None:
             if not self._written.done():
                 return
