@@ -3,6 +3,7 @@ does, and how long honest clients wait meanwhile.
 
     python tests/network/fleet/hostile.py --out FOLDER     prints a table in Markdown
     python tests/network/fleet/hostile.py --fuzz 1000000   messages through the decoder, no network
+    python tests/network/fleet/hostile.py --wire 100000    the same over the network, one per stream
 
 The server is `polytempo.serve` with its usual limits, and it, each of four honest clients and the
 attackers are processes of their own. Waiting is from the end of a training to the acknowledgement
@@ -178,6 +179,30 @@ def fuzzed(place: Place, seconds: float, names=tuple(CROWD), messages: int = 20_
     return found
 
 
+def fuzzed_over_the_wire(place: Place, seconds: float):
+    """One broken message (or upload) on each of very many streams, half of them after a hello, each
+    stream to its end: how the server ended it (OK: what was read is in the protocol, or incomplete,
+    and the client has ended the stream)."""
+    found, draws = Counter(), random.Random(1)
+    corpus = Corpus(place.size, draws)
+    methods = [place.channel(name).stream_stream(METHOD) for name in CROWD]
+    messages = int(seconds * WIRE_RATE)
+    while (sent := sum(found.values())) < messages:
+        calls = []
+        for method in methods[: messages - sent]:
+            said = [*frames(HELLO)] if draws.random() < 0.5 else []
+            said += corpus.broken_upload() if draws.random() < 0.25 else [corpus.broken()]
+            calls.append(method(iter(said), timeout=60))
+        for call in calls:
+            try:
+                for _ in call:
+                    pass
+                found[call.code().name] += 1
+            except grpc.RpcError as error:
+                found[error.code().name] += 1
+    return found
+
+
 def frozen(place: Place, seconds: float):
     """Stops (SIGSTOP) in the middle of an upload, while it is being sent a model."""
     raw = place.connect(EVIL[4]).say(*frames(HELLO))
@@ -344,6 +369,10 @@ ATTACKS = (
     Attack("floods of uploads of 5 MB from 4 clients", large_floods, UNASKED, LARGE),
     Attack("never reads", never_reads, "cut off, since it accepts nothing", LARGE, 40.0),
 )
+
+
+WIRE_RATE = 100.0  # messages per second, by which the time of a longer run is set
+WIRE = "broken messages from 100 clients, one per stream"
 
 
 def attack_here(folder: Path, port: int, size: int, work: Callable, seconds: float) -> None:
@@ -580,6 +609,7 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("runs/hostile"))
     options.add_argument("--only", default="", help="attacks with this in their name")
     options.add_argument("--fuzz", type=int, default=0, help="messages through the decoder alone")
+    options.add_argument("--wire", type=int, default=0, help="messages over the network")
     chosen = options.parse_args()
     if chosen.fuzz:
         before, begin = resident(os.getpid()), time.monotonic()
@@ -589,6 +619,20 @@ def main() -> None:
         return
     shutil.rmtree(chosen.out, ignore_errors=True)
     sys.stdout.write(f"{HEADING}\n")
+    if chosen.wire:
+        chosen.out.mkdir(parents=True)
+        attack = Attack(
+            f"{chosen.wire:,} {WIRE}",
+            fuzzed_over_the_wire,
+            "refused",
+            SMALL,
+            chosen.wire / WIRE_RATE,
+        )
+        with Site(chosen.out, SMALL) as site:
+            site.room += len(CROWD)
+            site.limits = {"reconnects": 1e6, "reconnect_burst": 1e6}  # else few are read
+            site.run([attack])
+        return
     for size in (SMALL, LARGE):
         wanted = [a for a in ATTACKS if a.size == size and chosen.only in a.what]
         if wanted:
