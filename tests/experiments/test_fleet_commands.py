@@ -230,7 +230,7 @@ def test_a_server_waits_and_a_client_gives_up_with_a_code_of_its_own(tmp_path, p
     assert started.wait_for == 2
     client = ("client", "--connect", address, "--client", 0, "--clients", 2, *SMALL[:2])
     found = polytempo(*client, "--out", tmp_path / "c", "--give-up-after", 0.2)
-    assert found.code == 75 and f"no server at {address}" in found.error
+    assert found.code == 75 and f"error: no server at {address}" in found.err
     result = json.loads((tmp_path / "c" / "result.json").read_text())
     assert result["complete"] is False and "no server" in result["reason"]
 
