@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -179,15 +180,15 @@ def fuzzed(place: Place, seconds: float, names=tuple(CROWD), messages: int = 20_
     return found
 
 
-def fuzzed_over_the_wire(place: Place, seconds: float):
+def fuzzed_over_the_wire(place: Place, seconds: float, messages: int):
     """One broken message (or upload) on each of very many streams, half of them after a hello, each
     stream to its end: how the server ended it (OK: what was read is in the protocol, or incomplete,
     and the client has ended the stream)."""
     found, draws = Counter(), random.Random(1)
     corpus = Corpus(place.size, draws)
     methods = [place.channel(name).stream_stream(METHOD) for name in CROWD]
-    messages = int(seconds * WIRE_RATE)
-    while (sent := sum(found.values())) < messages:
+    end = time.monotonic() + seconds
+    while (sent := sum(found.values())) < messages and time.monotonic() < end:
         calls = []
         for method in methods[: messages - sent]:
             said = [*frames(HELLO)] if draws.random() < 0.5 else []
@@ -369,10 +370,6 @@ ATTACKS = (
     Attack("floods of uploads of 5 MB from 4 clients", large_floods, UNASKED, LARGE),
     Attack("never reads", never_reads, "cut off, since it accepts nothing", LARGE, 40.0),
 )
-
-
-WIRE_RATE = 100.0  # messages per second, by which the time of a longer run is set
-WIRE = "broken messages from 100 clients, one per stream"
 
 
 def attack_here(folder: Path, port: int, size: int, work: Callable, seconds: float) -> None:
@@ -610,6 +607,7 @@ def main() -> None:
     options.add_argument("--only", default="", help="attacks with this in their name")
     options.add_argument("--fuzz", type=int, default=0, help="messages through the decoder alone")
     options.add_argument("--wire", type=int, default=0, help="messages over the network")
+    options.add_argument("--seconds", type=float, default=3_600, help="that these may take")
     chosen = options.parse_args()
     if chosen.fuzz:
         before, begin = resident(os.getpid()), time.monotonic()
@@ -621,13 +619,9 @@ def main() -> None:
     sys.stdout.write(f"{HEADING}\n")
     if chosen.wire:
         chosen.out.mkdir(parents=True)
-        attack = Attack(
-            f"{chosen.wire:,} {WIRE}",
-            fuzzed_over_the_wire,
-            "refused",
-            SMALL,
-            chosen.wire / WIRE_RATE,
-        )
+        work = partial(fuzzed_over_the_wire, messages=chosen.wire)
+        what = "broken messages from 100 clients, one per stream"
+        attack = Attack(what, work, "refused", SMALL, chosen.seconds)
         with Site(chosen.out, SMALL) as site:
             site.room += len(CROWD)
             site.limits = {"reconnects": 1e6, "reconnect_burst": 1e6}  # else few are read
