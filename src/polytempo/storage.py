@@ -40,7 +40,7 @@ def save_state(
     about = {"state": text, "digest": _digest(text, arrays)}
     with replacing(path, keep) as partial:
         try:
-            save_file(arrays, str(partial), metadata=about)
+            save_file(_apart(arrays), str(partial), metadata=about)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
@@ -77,7 +77,7 @@ def _digest(text: str, arrays: Mapping[str, Tensor]) -> str:
 def restored(state: State) -> State:
     """What `load_state` would return had `state` been saved, without the file."""
     text, arrays = _taken_apart(state)
-    found: State = _join(json.loads(text), arrays)
+    found: State = _join(json.loads(text), {name: _copy(array) for name, array in arrays.items()})
     return found
 
 
@@ -105,9 +105,27 @@ def mapped(folder: str | os.PathLike[str] | None = None) -> Allocator:
 
 
 def _taken_apart(state: State) -> tuple[str, dict[str, Tensor]]:
-    """What a file holds: JSON, and copies of the arrays by name."""
+    """What a file holds: JSON, and the arrays by name, not copied."""
     arrays: dict[str, Tensor] = {}
     return json.dumps(_split(state, "state", arrays)), arrays
+
+
+def _copy(array: Tensor) -> Tensor:
+    return array.clone(memory_format=torch.contiguous_format)
+
+
+def _apart(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same arrays, each with memory of its own, as a file needs them; most have it already."""
+    seen: set[int] = set()
+    found = {}
+    for name, array in arrays.items():
+        memory = array.untyped_storage()
+        alone = array.is_contiguous() and len(memory) == array.nbytes
+        if not alone or memory.data_ptr() in seen:
+            array = _copy(array)
+        seen.add(memory.data_ptr())
+        found[name] = array
+    return found
 
 
 def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
@@ -115,7 +133,7 @@ def _split(node: Any, where: str, arrays: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor | np.ndarray):
         name = f"{len(arrays)} {where}"
         if isinstance(node, Tensor):
-            arrays[name] = node.detach().clone(memory_format=torch.contiguous_format)
+            arrays[name] = node.detach()
             return {_ARRAY: ["tensor", name]}
         try:
             arrays[name] = torch.from_numpy(np.array(node, order="C"))

@@ -13,6 +13,7 @@ pytest.importorskip("grpc")
 
 import polytempo.bench.fleet as fleet
 import polytempo.bench.fleet_light as light
+from polytempo.bench.fleet_swap import delays
 from polytempo.cli import app
 from polytempo.network.fleet import fleet_pb2 as pb
 from polytempo.network.fleet.reading import Reader, read_from_client
@@ -50,7 +51,7 @@ def test_a_training_that_holds_the_interpreter_delays_what_is_pushed():
 
 def test_a_push_that_a_newer_one_overtakes_counts_until_that_one_is_in():
     decided = [(1, 0.0), (2, 1.0), (3, 2.0), (9, 5.0)]
-    assert fleet.delays(decided, [(1, 0.5), (3, 2.5)]) == [0.5, 1.5, 0.5]
+    assert delays(decided, [(1, 0.5), (3, 2.5)]) == [0.5, 1.5, 0.5]
 
 
 def test_uploads_are_acknowledged_and_counted():

@@ -24,10 +24,14 @@ from polytempo.experiments.fleet_settings import (
     known,
     own_samples,
     problem_of,
+    read_limits,
     read_patience,
+    read_seconds,
+    server_table,
 )
 from polytempo.experiments.fleet_trainer import SolverTrainer
 from polytempo.experiments.replay import differences, verify
+from polytempo.network.fleet.store import history
 from polytempo.training import problem_for
 
 SMALL = ("--data", TINY["data"], "--model", "linear", "--rounds", 12, "--epochs", 1)
@@ -76,6 +80,31 @@ def test_deadlines_are_read():
     assert read_patience("auto").seconds([50.0], 5.0) == 200
     with pytest.raises(PolytempoError, match="--deadline soon: give auto, none, or"):
         read_patience("soon")
+
+
+def test_what_a_server_waits_for_and_its_limits_are_in_a_table_of_their_own():
+    given = {"rounds": 9, "server": {"wait-for": 3, "limits": {"ping-after": 2}}}
+    assert server_table(given) == {"wait_for": 3, "limits": {"ping_after": 2}}
+    assert given == {"rounds": 9}
+    assert server_table({}) == {"wait_for": 1, "limits": {}}
+    assert read_limits("messages=20, memory=4e9") == {"messages": 20.0, "memory": 4e9}
+    for wrong, said in (
+        ({"server": 3}, "write a table"),
+        ({"server": {"wait": 3}}, "unknown setting 'wait'.*wait_for"),
+        ({"server": {"wait_for": "all"}}, "give a number of clients"),
+        ({"server": {"limits": 3}}, "write a table"),
+    ):
+        with pytest.raises(PolytempoError, match=said):
+            server_table(wrong)
+    with pytest.raises(PolytempoError, match=r"as in messages=20,memory=4e9"):
+        read_limits("messages")
+
+
+def test_how_long_a_client_goes_without_a_server_is_read():
+    assert read_seconds("--give-up-after", "none") == float("inf")
+    assert read_seconds("--give-up-after", "90") == 90.0
+    with pytest.raises(PolytempoError, match="--give-up-after never: give none or a number"):
+        read_seconds("--give-up-after", "never")
 
 
 @pytest.mark.parametrize("data", ["digits", "diabetes", "synthetic-multilabel"])
@@ -184,6 +213,28 @@ def test_a_server_ends_with_130_when_it_is_interrupted(tmp_path):
     assert "to continue: the same command" in complaint
 
 
+def test_a_server_waits_and_a_client_gives_up_with_a_code_of_its_own(tmp_path, polytempo):
+    (tmp_path / "s.toml").write_text("[server]\nwait_for = 2\n[server.limits]\nconnections = 3\n")
+    command = [sys.executable, "-m", "polytempo", "server", "--listen", "127.0.0.1:0", "--json"]
+    command += [*map(str, SMALL), "--clients", "2", "--out", str(tmp_path / "s")]
+    command += ["--config", str(tmp_path / "s.toml"), "--limits", "messages=20"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = json.loads(process.stdout.readline())["address"]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WAIT)
+    finally:
+        process.kill()
+        process.wait()
+    [started] = history(tmp_path / "s")
+    assert started.wait_for == 2
+    client = ("client", "--connect", address, "--client", 0, "--clients", 2, *SMALL[:2])
+    found = polytempo(*client, "--out", tmp_path / "c", "--give-up-after", 0.2)
+    assert found.code == 75 and f"error: no server at {address}" in found.err
+    result = json.loads((tmp_path / "c" / "result.json").read_text())
+    assert result["complete"] is False and "no server" in result["reason"]
+
+
 # -- commands --------------------------------------------------------------------------------------
 
 
@@ -259,6 +310,14 @@ def test_mistakes_are_said_with_their_remedy(polytempo, tmp_path):
     both = polytempo("server", "--data", "digits", "--shape", "64", *out).error
     assert both.startswith("give --data or --shape")
     assert "--ca, --cert and --key" in polytempo("server", "--ca", "ca.pem", *out).error
+    shaped = ("--shape", "64", "--outputs", "2", "--clients", "2", "--listen", "127.0.0.1:0")
+    assert (
+        "at most the number of clients, 2"
+        in polytempo("server", *shaped, "--wait-for", 3, *out).error
+    )
+    assert (
+        "unknown limit 'speed'" in polytempo("server", *shaped, "--limits", "speed=3", *out).error
+    )
     assert "as in 0.3:5" in polytempo("fleet", "--slow", "many", *out).error
     assert "what is this client called" in polytempo("client", "--connect", "127.0.0.1:1").error
     assert (

@@ -110,6 +110,8 @@ def test_what_own_code_leaves_out_is_said(tmp_path):
         ({"parameters": "mlp"}, "needs shape=... and outputs=..."),
         ({"parameters": {"w": np.zeros(3)}, "data": "digits"}, "the data are with the clients"),
         ({"parameters": {"w": np.zeros(3)}, "strategy": "p2p"}, "not a strategy with a server"),
+        ({"parameters": {"w": np.zeros(3)}, "wait_for": 3}, "wait_for = 3: .* at most .*, 2"),
+        ({"parameters": {"w": np.zeros(3)}, "limits": {"speed": 1}}, "unknown limit 'speed'"),
         ({"parameters": {"w": np.zeros(3)}, "metric": "seed"}, "means something else in results"),
     ],
 )

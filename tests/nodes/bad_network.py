@@ -43,12 +43,14 @@ from polytempo.core.server import Server
 from polytempo.core.strategy import STRATEGIES, Context
 from polytempo.core.task import Task
 from polytempo.nodes.client import ClientNode
-from polytempo.nodes.server import FleetPlan, Patience, ServerNode
+from polytempo.nodes.plan import FleetPlan, Patience
+from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import (
     Abandon,
     Acknowledge,
     AnyRecord,
     Assess,
+    Away,
     Begin,
     ClientAction,
     Closed,
@@ -61,6 +63,8 @@ from polytempo.nodes.star import (
     FromServer,
     GivenUp,
     Hello,
+    Joined,
+    Left,
     Offered,
     Report,
     Save,
@@ -82,7 +86,7 @@ SIZE = 3
 TASK = Task(epochs=1)
 LARGE = (Work, Examine, Upload)
 FIGURES = frozenset({"samples", "correct"})
-PATIENCE = Patience(factor=4.0, least=4.0, first=15.0)
+PATIENCE = Patience(factor=4.0, least=4.0, first=15.0, away=2.5)
 CLOSING = 20.0  # simulated seconds for the last exam
 PATIENT_ENOUGH = 3_000.0  # simulated seconds within which a run without faults must end
 STRATEGIES_USED: list[tuple[str, dict[str, Any]]] = [
@@ -151,6 +155,10 @@ class Oracle:
         self.hurried: set[int] = set()  # clients in training
         self.up = 0.0  # when the server was started last
         self.newcomer = -1
+        self.wait_for = 1
+        self.there: set[int] = set()  # clients that are connected
+        self.away: dict[int, float] = {}  # and since when the others are not
+        self.since: dict[int, float] = {}  # by client in training
 
     @property
     def over(self) -> bool:
@@ -158,13 +166,26 @@ class Oracle:
 
     def applied(self, record: AnyRecord, actions: list[ServerAction]) -> None:
         """This record was safe, and was applied."""
-        if isinstance(record, Started):
-            self.rounds, self.up = record.rounds, record.time
-            self.closed = self.closed and self.over
-        elif isinstance(record, Enrolled):
-            self.numbers.setdefault(record.name, len(self.numbers))
-        elif isinstance(record, Closed):
-            self.closed = self.over
+        match record:
+            case Started():
+                self.rounds, self.up, self.wait_for = record.rounds, record.time, record.wait_for
+                self.closed = self.closed and self.over
+                self.there.clear()
+                self.away = dict.fromkeys(self.numbers.values(), record.time)
+                self.since = dict.fromkeys(self.since, record.time)
+            case Enrolled(name=name) | Joined(name=name):
+                self.there.add(self.numbers.setdefault(name, len(self.numbers)))
+            case Away(name=name) | Left(name=name):
+                client = self.numbers[name]
+                if client in self.there:
+                    self.there.discard(client)
+                    self.away[client] = record.time
+            case GivenUp(name=name, away=True):
+                dropped = any(isinstance(a, Report) and a.event.kind == "drop" for a in actions)
+                back = self.numbers[name] in self.there
+                require(not (back and dropped), "who is back in time is not given up", record)
+            case Closed():
+                self.closed = self.over
         self.newcomer = -1
         for action in actions:
             if isinstance(action, Report):
@@ -176,6 +197,11 @@ class Oracle:
                 self.newcomer = client
             case events.Dispatch(client=client, dispatch=number):
                 require(client not in self.training, "nobody trains two things", event)
+                gathered = bool(self.sent) or len(self.there) >= self.wait_for
+                promise = "nobody begins before all are there that are waited for"
+                require(gathered, promise, (self.there, self.wait_for))
+                require(client in self.there, "only who is connected is sent work", event)
+                self.since[client] = event.time
                 require(number not in self.sent, "a dispatch has one number", event)
                 self.training[client] = [number]
                 room = len(self.training) <= self.slots or client == self.newcomer
@@ -466,7 +492,12 @@ class Host:
         actions = self.node.apply(record)
         self.world.oracle.applied(record, actions)
         self.world.counts[type(record).__name__] += 1
-        self.world.counts["bad updates"] += isinstance(record, GivenUp) and record.reason != ""
+        if isinstance(record, GivenUp):
+            counts, there = self.world.counts, self.world.oracle.there
+            counts["bad updates"] += record.reason != ""
+            counts["given up because they were gone"] += record.away
+            back = record.away and self.node.names[record.name] in there
+            counts["returns before that was applied"] += back
         for action in actions:
             if isinstance(action, Report):
                 self.world.counts[action.event.kind] += 1
@@ -642,8 +673,8 @@ class Device:
         self.training = Training(dispatch, self.remembered, world.now)
         seconds = self.speed * (0.3 + world.random.random())
         if world.fault(0.1):
-            world.counts["trainings that take very long"] += 1
-            seconds *= 200
+            world.counts["trainings that hang"] += 1
+            seconds = 10 * PATIENT_ENOUGH
         world.after(seconds, self.finish, self.training)
 
     @property
@@ -711,11 +742,14 @@ class World:
         self.delay = self.random.choice((0.1, 0.3, 1.0))
         self.lag = self.random.choice((0.02, 0.1, 1.0))
         self.disk = self.random.choice((0.02, 0.3, 2.0))
+        self.wait_for = self.random.randint(2, places) if draw() < 0.4 else 1
+        self.counts["runs that waited for more than one"] += self.wait_for > 1
         self.oracle = Oracle(self.strategy, self.slots, [1.0, -1.0, 0.5])
         self.clients: list[Device] = []
         self.host: Host = Host(self)
         self.clients += [Device(self, place) for place in range(places)]
         self.after(self.pause(), self.strike)
+        self.at(self.calm + 5, self.wait_no_longer)
 
     # -- time
 
@@ -747,6 +781,7 @@ class World:
             FIGURES,
             patience=PATIENCE,
             closing=CLOSING,
+            wait_for=self.wait_for,
         )
         return self.server_class(server, samples, plan)
 
@@ -754,6 +789,13 @@ class World:
         return self.client_class("", "classification", samples, 5)
 
     # -- faults
+
+    def wait_no_longer(self) -> None:
+        """Some will never come: the server is started again, for fewer."""
+        if not self.oracle.sent:
+            self.counts["waits that were cut short by a restart"] += 1
+            self.wait_for = 1
+            self.host.crash()
 
     def strike(self) -> None:
         """Something goes wrong."""
@@ -834,7 +876,13 @@ class World:
         room = len(oracle.training) < oracle.slots
         if node.server.refill == "cohort":
             room = not oracle.training
-        require(not (room and idle), "no slot is free while somebody is idle", (self.now, idle))
+        gathered = bool(oracle.sent) or len(oracle.there) >= oracle.wait_for
+        free = room and idle and gathered
+        require(not free, "no slot is free while somebody is idle", (self.now, idle))
+        for client in oracle.training.keys() - oracle.there:
+            gone = self.now - max(oracle.since[client], oracle.away[client]) > PATIENCE.away
+            keeps = gone and idle and not oracle.over
+            require(not keeps, "who is gone keeps no slot from others", (self.now, client))
 
     # -- from beginning to end
 

@@ -10,14 +10,9 @@ from polytempo.core import events
 from polytempo.core.server import MOST_SAMPLES, Server
 from polytempo.core.strategy import STRATEGIES, Context
 from polytempo.core.task import Task
-from polytempo.nodes.server import (
-    MOST_AT_FIRST,
-    MOST_DOUBLINGS,
-    PAST,
-    FleetPlan,
-    Patience,
-    ServerNode,
-)
+from polytempo.nodes.deadlines import PAST
+from polytempo.nodes.plan import MOST_AT_FIRST, MOST_DOUBLINGS, FleetPlan, Patience
+from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import (
     PROTOCOL,
     Acknowledge,
@@ -308,7 +303,7 @@ def test_a_bad_update_costs_its_client_the_slot_and_takes_no_room_on_disk(change
     assert told[0].number == 0
     assert reason in told[0].reason
     assert fleet.node.round == 0
-    assert fleet.node.missed == {}  # it was in time
+    assert fleet.node.deadlines.missed == {}  # it was in time
 
 
 def test_an_update_that_the_strategy_refuses_costs_the_slot_too():
@@ -509,8 +504,8 @@ def test_deadlines_follow_the_last_trainings_of_the_client_itself():
     for number, seconds in enumerate([50.0, *[20.0] * PAST]):
         fleet.now += seconds
         fleet.offers("a", number)
-        assert fleet.node.patience(0) == (200.0 if number < PAST else 80.0)
-    assert len(fleet.node.past[0]) == PAST
+        assert fleet.node.deadlines.seconds(0) == (200.0 if number < PAST else 80.0)
+    assert len(fleet.node.deadlines.past[0]) == PAST
 
 
 def test_who_takes_too_long_loses_its_slot_and_may_have_another():
@@ -541,7 +536,7 @@ def test_a_client_that_has_become_slow_is_given_twice_the_time_each_time():
         waits.append(fleet.now - begun)
     assert waits == [61.0, 121.0, 241.0]
     fleet.offers("a", fleet.training()["a"])
-    assert fleet.node.missed == {}
+    assert fleet.node.deadlines.missed == {}
 
 
 @pytest.mark.parametrize("refill", ["same", "idle", "cohort"])
@@ -559,7 +554,102 @@ def test_a_client_that_was_away_is_not_given_more_time_for_it():
     fleet.disconnect("a")
     fleet.tick(61.0)
     assert fleet.training() == {}
-    assert fleet.node.missed == {}
+    assert fleet.node.deadlines.missed == {}
+
+
+@pytest.mark.parametrize("refill", ["same", "idle", "cohort"])
+def test_the_slot_of_one_that_is_gone_goes_to_another_before_its_deadline(refill):
+    fleet = Fleet(clients=2, slots=1, refill=refill, patience=Patience(first=600.0, away=20.0))
+    fleet.connect("a")
+    fleet.now = 10.0
+    fleet.disconnect("a")
+    fleet.connect("b")
+    fleet.tick(29.0)
+    assert fleet.training() == {"a": 0}, "it may be back soon"
+    fleet.tick(31.0)
+    assert fleet.training() == {"b": 1}
+    assert fleet.connect("a", training=0) == [
+        Welcome(0, {"id": "x"}),
+        Decline(0, "it took too long"),
+    ]
+
+
+def test_one_that_is_gone_keeps_its_slot_while_nobody_waits_for_it():
+    fleet = Fleet(clients=2, slots=2, patience=Patience(first=600.0, away=20.0))
+    fleet.connect("a")
+    fleet.connect("b")
+    fleet.disconnect("a")
+    fleet.tick(599.0)
+    assert fleet.training() == {"a": 0, "b": 1}
+    forever = Fleet(clients=2, slots=1, patience=Patience(float("inf")))
+    forever.connect("a")
+    forever.disconnect("a")
+    forever.connect("b")
+    forever.tick(1e9)
+    assert forever.training() == {"a": 0}
+
+
+def test_who_is_back_before_it_is_given_up_for_being_gone_goes_on():
+    fleet = Fleet(clients=2, slots=1, patience=Patience(first=600.0, away=20.0))
+    fleet.connect("a")
+    fleet.disconnect("a")
+    fleet.connect("b")
+    fleet.hold()
+    fleet.connect("a", training=0)
+    fleet.tick(30.0)  # by what is applied, it is still gone
+    fleet.release()
+    assert [r.away for r in fleet.log if isinstance(r, GivenUp)] == [True]
+    assert fleet.training() == {"a": 0} and Decline not in kinds(fleet.told("a"))
+
+
+def test_a_restart_gives_those_that_are_away_the_time_to_come_back():
+    fleet = Fleet(clients=2, slots=1, patience=Patience(first=600.0, away=20.0))
+    fleet.connect("a")
+    fleet.disconnect("a")
+    fleet.now = 100.0
+    fleet.restart()
+    fleet.connect("b")
+    fleet.tick(119.0)
+    assert fleet.training() == {"a": 0}
+    fleet.tick(121.0)
+    assert fleet.training() == {"b": 1}
+
+
+# -- who is waited for in the beginning ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["fedasync", "fedavg"])
+def test_nobody_trains_before_those_are_there_that_are_waited_for(strategy):
+    fleet = Fleet(clients=4, slots=2, strategy=strategy, wait_for=3)
+    for name in "ab":
+        assert kinds(fleet.connect(name)) == [Welcome]
+    fleet.disconnect("b")
+    assert kinds(fleet.connect("c")) == [Welcome]
+    assert fleet.training() == {} and fleet.node.gathering
+    fleet.connect("b")
+    assert len(fleet.training()) == 2 and not fleet.node.gathering
+    chosen = min(fleet.training().items(), key=lambda pair: pair[1])
+    for name in "abc":
+        if name != chosen[0]:
+            fleet.disconnect(name)
+    fleet.offers(*chosen)
+    assert fleet.node.round == 1 and not fleet.node.gathering, "once begun, it goes on with fewer"
+
+
+def test_whom_a_run_waits_for_is_written_down_and_may_change_with_a_restart():
+    fleet = Fleet(clients=3, wait_for=3)
+    fleet.connect("a")
+    state = restored(fleet.node.state_dict())
+    again = fleet.new(wait_for=1)  # what counts is what was written down
+    again.load_state_dict(state)
+    for record in (Joined(1.0, "a"), Enrolled(1.0, "b", 7, 5)):
+        again.apply(record)
+    assert not again.server.open and again.server.wait_for == 3
+    fleet.restart(wait_for=2)
+    fleet.connect("a")
+    assert fleet.training() == {}
+    fleet.connect("b")
+    assert fleet.training().keys() == {"a", "b"}
 
 
 def test_a_cohort_does_not_wait_for_ever_for_one_that_never_answered():

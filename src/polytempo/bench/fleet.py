@@ -2,63 +2,31 @@
 swapped in, how soon an update is acknowledged, what a crowd of clients costs, and whether memory
 stays flat.
 
-The server is a process of its own, and does all that `polytempo server` does. Times are compared
-between processes: both read the system's monotonic clock.
+The server is a process of its own (`fleet_parts.py`); pushed models are in `fleet_swap.py`.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 
+from polytempo.bench.fleet_parts import (
+    PATIENCE,
+    Light,
+    Served,
+    Spec,
+    percentiles,
+    rss_mb,
+    serving,
+)
+from polytempo.bench.fleet_swap import TRAINERS, measure_swap
 from polytempo.core.errors import PolytempoError
-from polytempo.core.messages import Dispatch
-from polytempo.data import Federation
-from polytempo.experiments.config import make_config
-from polytempo.experiments.fleet import Watch
-from polytempo.experiments.fleet_plan import make_node, undertaking
-from polytempo.experiments.fleet_settings import known, own_problem, problem_name
-from polytempo.experiments.fleet_trainer import SolverTrainer
-from polytempo.network.certificates import LOCAL, make_certificates
-from polytempo.network.fleet.admission import Admission
-from polytempo.network.fleet.client import FleetClient
-from polytempo.network.fleet.limits import Keepalive, Limits
-from polytempo.network.fleet.server import FleetServer
-from polytempo.network.fleet.store import Store
-from polytempo.network.session import Certificates
-from polytempo.nodes.client import ClientNode, Memory
-from polytempo.nodes.server import Patience
-from polytempo.nodes.star import Examine, Sums
 
-MODELS = {"linear": "1x28x28", "lenet": "3x32x32", "resnet18": "3x32x32"}  # and their samples
-PATIENCE = 120.0  # seconds for another process to answer
-# A thousand clients share this machine's processors with their server: at the default, which asks
-# every second and waits three, they take each other for dead.
-PATIENT = Keepalive(time_ms=20_000, timeout_ms=20_000)
-Trainer = Literal["native", "torch", "python", "gil"]
-TRAINERS: dict[Trainer, str] = {
-    "native": "LeNet, compiled code",
-    "torch": "LeNet, torch",
-    "python": "plain Python, steps of 20 ms",
-    "gil": "one C call per step that holds the GIL for 250 ms",
-}
 # Model, strategy, and how long each of 1,000 clients rests between two uploads: without a rest, the
 # most that there is; with one, a load that the server can bear.
 LOADS = (
@@ -69,374 +37,7 @@ LOADS = (
 )
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What the server of a measurement is like. `every`: seconds between two checkpoints."""
-
-    model: str = "lenet"
-    strategy: str = "fedasync"
-    clients: int = 1
-    sync: bool = True
-    every: float = 60.0
-    epochs: int = 1
-
-
-# -- the server, in a process of its own -----------------------------------------------------------
-
-
-def _serve(spec: Spec, folder: Path, orders: Connection) -> None:
-    torch.set_num_threads(1)
-    config = make_config(
-        {
-            "strategy": spec.strategy,
-            "model": spec.model,
-            "clients": spec.clients,
-            "slots": spec.clients,
-            "rounds": 10**9,
-            "eval_every": 10**9,
-            "epochs": spec.epochs,
-        },
-        "bench",
-    )
-    strategy = config.make("strategy")
-    what = undertaking(*known(config, strategy, MODELS[spec.model], 10), strategy)
-    node = make_node(what, Patience(float("inf")))
-    folds = _Timed(strategy)
-    multicasts: list[tuple[int, float]] = []
-    watch = Watch(node, what.problem, folder, lambda done, rounds, state: None, lambda event: None)
-
-    def listen(event: Any) -> None:
-        if event.kind == "multicast":
-            multicasts.append((event.dispatch, time.monotonic()))
-        watch(event)
-
-    server = FleetServer(
-        node,
-        Store(folder, keep=False, every=spec.every, sync=spec.sync),
-        "127.0.0.1:0",
-        certificates=_files(folder.parent / "certs", "server"),
-        admission=Admission(folder),
-        limits=Limits(messages=1e9, reconnects=1e9, keepalive=PATIENT),
-        watch=listen,
-    )
-    over = threading.Event()
-    orders.send((server.address, what.learns, len(what.model.initial)))
-    node_thread = threading.get_native_id()
-
-    def obey() -> None:
-        while orders.recv() == "figures":
-            orders.send(
-                {
-                    "rounds": node.round,
-                    "cpu": time.process_time(),
-                    "node_cpu": _thread_cpu(node_thread),
-                    "fold_cpu": folds.seconds,
-                    "commits": server.counts["fsync"],
-                    "commit_seconds": 1e-6 * server.counts["fsync microseconds"],
-                    "rss_mb": rss_mb(os.getpid()),
-                }
-            )
-        over.set()
-
-    threading.Thread(target=obey, daemon=True).start()
-    server.run(over)
-    orders.send(multicasts)
-
-
-class _Timed:
-    """CPU seconds that the strategy's arithmetic takes (it runs in one thread)."""
-
-    def __init__(self, strategy: Any) -> None:
-        self.seconds, fold = 0.0, strategy.fold
-
-        def timed(*args: Any) -> bool:
-            begin = time.thread_time()
-            try:
-                return bool(fold(*args))
-            finally:
-                self.seconds += time.thread_time() - begin
-
-        object.__setattr__(strategy, "fold", timed)
-
-
-def _thread_cpu(thread: int) -> float:
-    try:
-        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # not Linux
-        return float("nan")
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def rss_mb(process: int) -> float:
-    """Resident memory."""
-    try:
-        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    except OSError:
-        return float("nan")
-    return 1e-6 * pages * os.sysconf("SC_PAGE_SIZE")
-
-
-class Served:
-    """A server that runs, as the measuring process sees it."""
-
-    def __init__(self, spec: Spec, folder: Path, names: Sequence[str]) -> None:
-        self.certs = folder / "certs"
-        make_certificates(self.certs, {name: LOCAL for name in ("server", *names)})
-        spawn = multiprocessing.get_context("spawn")
-        self._orders, theirs = spawn.Pipe()
-        (folder / "server").mkdir()
-        self.process = spawn.Process(target=_serve, args=(spec, folder / "server", theirs))
-        self.process.start()
-        self.multicasts: list[tuple[int, float]] = []
-        try:
-            self.address, self.learns, self.numbers = self._answer()
-        except BaseException:
-            self.process.kill()
-            raise
-
-    def _answer(self) -> Any:
-        if not self._orders.poll(PATIENCE):
-            raise PolytempoError("the server does not answer; is the machine overloaded?")
-        return self._orders.recv()
-
-    def figures(self) -> dict[str, float]:
-        self._orders.send("figures")
-        return dict(self._answer())
-
-    def close(self) -> None:
-        try:
-            if self.process.is_alive():
-                self._orders.send("over")
-                self.multicasts = self._answer()
-                self.process.join(PATIENCE)
-        finally:
-            self.process.kill()
-            self.process.join()
-
-
-@contextmanager
-def serving(spec: Spec, names: Sequence[str]) -> Iterator[Served]:
-    with tempfile.TemporaryDirectory(prefix="polytempo-bench-") as folder:
-        server = Served(spec, Path(folder), names)
-        try:
-            yield server
-        finally:
-            server.close()
-
-
-def _files(folder: Path, name: str) -> Certificates:
-    return Certificates(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
-
-
-# -- light clients ---------------------------------------------------------------------------------
-
-
-class Light:
-    """A process full of light clients (`fleet_light.py`)."""
-
-    def __init__(self, server: Served, names: Sequence[str], rest: float) -> None:
-        script = Path(__file__).with_name("fleet_light.py")
-        source = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-        # Not the script's own folder: it has names of the standard library's.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        options = [*PATIENT.options(), ("grpc.use_local_subchannel_pool", 1)]
-        self._say(
-            {
-                "connect": server.address,
-                "certificates": str(server.certs),
-                "names": list(names),
-                "problem": server.learns,
-                "numbers": server.numbers,
-                "rest": rest,
-                "options": options,
-            }
-        )
-
-    def _say(self, order: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        found = self._process.stdout.readline()
-        if not found:
-            raise PolytempoError("light clients ended too early: see their message above")
-        said: dict[str, Any] = json.loads(found)
-        if said.get("failures"):
-            raise PolytempoError(f"light clients failed: {said['failures'][:3]}")
-        return said
-
-    def connected(self) -> float:
-        """Wait until all are: the seconds that it took."""
-        return float(self._answer()["seconds"])
-
-    def begin(self) -> None:
-        self._say("begin")
-        self._answer()
-
-    def end(self) -> list[float]:
-        """Seconds from each upload to its acknowledgement, since `begin`."""
-        self._say("end")
-        answer = self._answer()
-        self.lost = int(answer["lost"])  # connections
-        latencies: list[float] = answer["latencies"]
-        self._process.wait(PATIENCE)
-        return latencies
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds."""
-    found = np.percentile(seconds, (50, 99, 100)) * 1e3
-    return dict(zip(("p50_ms", "p99_ms", "worst_ms"), map(float, found), strict=True))
-
-
-# -- (a) a model is pushed to a client in training -------------------------------------------------
-
-
-def measure_swap(trainer: Trainer, *, repeats: int = 200, epochs: int = 10**6) -> dict[str, Any]:
-    """From the server's decision to send a fresh model until the client in training has swapped it
-    in, or a newer one that has overtaken it on the way. (Another client's uploads, every fifth of a
-    second, are what makes the server decide.)"""
-    spec = Spec("lenet", "pace:omega=0", clients=2, epochs=epochs)
-    with ExitStack() as stack, serving(spec, ["busy", "other"]) as server:
-        spawn = multiprocessing.get_context("spawn")
-        over, (mine, theirs) = spawn.Event(), spawn.Pipe()
-        folder = server.certs.parent / "busy"
-        client = spawn.Process(target=_train, args=(trainer, server.address, folder, over, theirs))
-        client.start()
-        stack.callback(client.kill)
-        _await(mine, "the client does not train")
-        light = Light(server, ["other"], rest=0.2)
-        stack.callback(light.close)
-        light.connected()
-        end = time.monotonic() + 0.3 * repeats + 60
-        while (rounds := server.figures()["rounds"]) < repeats and time.monotonic() < end:
-            time.sleep(0.1)
-        light.end()
-        time.sleep(1.0)
-        over.set()
-        swapped = _await(mine, "the client does not end")
-        client.join(PATIENCE)
-        server.close()
-    seconds = delays(server.multicasts, swapped)
-    if len(seconds) < repeats // 2:
-        raise PolytempoError(f"only {len(seconds)} of {rounds:.0f} multicasts were swapped in")
-    row = {"trainer": trainer, "what": TRAINERS[trainer], "swaps": len(seconds)}
-    more = {"megabytes": 4e-6 * server.numbers, "overtaken": len(seconds) - len(swapped)}
-    return {**row, **more, **percentiles(seconds)}
-
-
-def delays(
-    decided: Sequence[tuple[int, float]], swapped: Sequence[tuple[int, float]]
-) -> list[float]:
-    """From each decision until that model, or a newer one that has overtaken it, is swapped in."""
-    found = []
-    for number, begin in decided:
-        ends = [end for newer, end in swapped if newer >= number]
-        if ends:
-            found.append(min(ends) - begin)
-    return found
-
-
-def _await(pipe: Connection, otherwise: str) -> Any:
-    if not pipe.poll(PATIENCE):
-        raise PolytempoError(f"{otherwise}; is the machine overloaded?")
-    return pipe.recv()
-
-
-def _train(kind: Trainer, address: str, folder: Path, over: Event, pipe: Connection) -> None:
-    """The client in training, in a process of its own."""
-    torch.set_num_threads(1)
-    draws = torch.Generator().manual_seed(0)
-    x, y = torch.rand(400, 3, 32, 32, generator=draws), torch.arange(400) % 10
-    data = Federation.from_arrays([(x.numpy(), y.numpy())], problem="classification")
-    problem = own_problem(make_config({}, "bench"), data)
-    own = kind in ("python", "gil")
-    trainer: Any = _Holder(kind) if own else SolverTrainer(data, problem, solver=kind)  # type: ignore[arg-type]
-    swapped: list[tuple[int, float]] = []
-
-    def watch(event: dict[str, Any]) -> None:
-        if event["event"] == "swapped" and event["step"] is not None:
-            swapped.append((event["dispatch"], time.monotonic()))
-        elif event["event"] == "begun":
-            pipe.send("begun")
-
-    client = FleetClient(
-        ClientNode("", problem_name(problem), data.samples[0], 5),
-        trainer,
-        folder,
-        address,
-        certificates=_files(folder.parent / "certs", "busy"),
-        watch=watch,
-    )
-    interrupted = threading.Event()
-
-    def wait() -> None:
-        over.wait()
-        interrupted.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    client.run(interrupted)
-    pipe.send(swapped)
-
-
-class _Holder:
-    """A trainer whose steps keep the interpreter to themselves: in plain Python, which lets other
-    threads have it every 5 ms, or in a single call of C, which does not."""
-
-    def __init__(self, kind: str) -> None:
-        self.plain = kind == "python"
-        begin = time.perf_counter()
-        sum(range(10**7))
-        self.count = int(0.25 * 10**7 / (time.perf_counter() - begin))
-
-    def welcome(self, run: Mapping[str, Any]) -> None:
-        pass
-
-    def begin(self, dispatch: Dispatch, client: int, memory: Memory) -> _Holder:
-        self.vector = dispatch.params.clone()
-        return self
-
-    def advance(self, steps: int) -> bool:
-        for _ in range(steps):
-            if self.plain:
-                end = time.perf_counter() + 0.02
-                while time.perf_counter() < end:
-                    pass
-            else:
-                sum(range(self.count))
-        return False
-
-    def swap(self, dispatch: Dispatch) -> int:
-        self.vector = dispatch.params.clone()
-        return 0
-
-    def shorten(self) -> None:
-        pass
-
-    def finish(self) -> tuple[torch.Tensor, Memory, Memory]:
-        return self.vector, {}, {}
-
-    def examine(self, examine: Examine, client: int, memory: Memory) -> tuple[Sums, Sums | None]:
-        return {}, None
-
-    def keep(self, params: torch.Tensor, memory: Memory) -> None:
-        pass
-
-
-# -- (b) an update is acknowledged -----------------------------------------------------------------
+# -- an update is acknowledged -----------------------------------------------------------------
 
 
 def measure_upload(model: str, *, sync: bool, repeats: int = 50) -> dict[str, Any]:
@@ -469,7 +70,7 @@ def _rounds(server: Served, rounds: float) -> None:
         time.sleep(0.02)
 
 
-# -- (c) a crowd -----------------------------------------------------------------------------------
+# -- a crowd -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -528,7 +129,7 @@ def measure_load(
     }
 
 
-# -- (d) steady load -------------------------------------------------------------------------------
+# -- steady load -------------------------------------------------------------------------------
 
 
 def measure_steady(

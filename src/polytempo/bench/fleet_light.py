@@ -43,7 +43,7 @@ def frames_of(numbers: int) -> tuple[int, list[bytes]]:
 
 
 class Crowd:
-    """Clients that share this process. `orders`: see `bench/fleet.py`."""
+    """Clients that share this process. `orders`: see `bench/fleet_parts.py`."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self.orders, self.rest = orders, float(orders["rest"])

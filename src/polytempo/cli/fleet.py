@@ -23,7 +23,10 @@ from polytempo.experiments.fleet_settings import (
     SERVER_SETTINGS,
     for_fleet,
     known,
+    read_limits,
     read_patience,
+    read_seconds,
+    server_table,
 )
 from polytempo.experiments.folders import RUNS, of_run
 from polytempo.experiments.jobs import Report
@@ -34,6 +37,7 @@ from polytempo.network.session import require_network
 from polytempo.simulation.devices import TwoSpeed
 
 NEEDED = ("grpc", "google.protobuf", "cryptography")
+UNREACHABLE = 75  # exit code: a failure that may pass (EX_TEMPFAIL)
 PAUSE = 0.002  # seconds a step, where some devices are to be slower than others
 Out = Annotated[Path, typer.Option("--out", "-o", help="The server's folder.")]
 Deadline = Annotated[
@@ -41,6 +45,20 @@ Deadline = Annotated[
     typer.Option(
         help="How long a client in training is waited for: auto (by its own past speed), none "
         "(forever), or seconds."
+    ),
+]
+
+
+WaitFor = Annotated[
+    int | None,
+    typer.Option(min=1, help="Nobody trains before so many clients are connected \\[1]."),
+]
+LimitsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What a client may take, where it differs from the usual: NAME=NUMBER,... such as "
+        "messages=20,memory=4e9 (docs/deploy.md lists all).",
+        metavar="NAME=NUMBER,...",
     ),
 ]
 
@@ -82,6 +100,8 @@ def server_command(
         typer.Option(help="PORT or HOST:PORT of /metrics (Prometheus) and /healthz."),
     ] = None,
     deadline: Deadline = "auto",
+    wait_for: WaitFor = None,
+    limits: LimitsOption = None,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -95,10 +115,13 @@ def server_command(
     require_network(*NEEDED)
     from polytempo.experiments.fleet import Site, conduct
     from polytempo.experiments.fleet_plan import undertaking
+    from polytempo.network.fleet.limits import limits_of
 
     if shape is not None and "data" in settings:
         raise PolytempoError("give --data or --shape, not both: they say the same")
-    chosen = make_config({**(read_config(config) if config else {}), **settings}, "server")
+    given = {**(read_config(config) if config else {}), **settings}
+    table = server_table(given)
+    chosen = make_config(given, "server")
     strategy = for_fleet(chosen)
     site = Site(
         listen,
@@ -106,6 +129,8 @@ def server_command(
         "listed" if listed else "certified",
         read_patience(deadline),
         None if metrics is None else metrics if ":" in metrics else f"127.0.0.1:{metrics}",
+        table["wait_for"] if wait_for is None else wait_for,
+        limits_of({**table["limits"], **read_limits(limits or "")}),
     )
     complete, samples = known(chosen, strategy, shape, outputs, vocabulary)
     with interruptible() as stop, RunProgress(quiet=as_json) as progress:
@@ -151,6 +176,13 @@ def client_command(
     after: Annotated[
         Path | None, typer.Option(help="Connect once this file is there.", metavar="FILE")
     ] = None,
+    give_up_after: Annotated[
+        str,
+        typer.Option(
+            help="Seconds without a server after which it ends (exit code 75), or none: never. A "
+            "training that is under way is finished first."
+        ),
+    ] = "3600",
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -163,7 +195,9 @@ def client_command(
     """
     require_network(*NEEDED)
     from polytempo.experiments.fleet import run_client
+    from polytempo.network.fleet.client import Unreachable
 
+    patience = read_seconds("--give-up-after", give_up_after)
     given = {**(read_config(config) if config else {}), **settings}
     files = certificates(ca, cert, key)
     called = name or (cert.stem if cert else None) or (out.name if out else None)
@@ -173,19 +207,24 @@ def client_command(
         raise PolytempoError("what is this client called? Give --name, --out or a certificate")
     folder = out.expanduser() if out else Path("runs/clients") / called
     with interruptible() as stop:
-        found = run_client(
-            make_config(given, "client"),
-            folder,
-            connect,
-            name=called,
-            client=client,
-            own_model="model" in given,
-            certificates=files,
-            pause=pause,
-            after=after,
-            say=print_json if as_json else say_of_client,
-            interrupted=stop,
-        )
+        try:
+            found = run_client(
+                make_config(given, "client"),
+                folder,
+                connect,
+                name=called,
+                client=client,
+                own_model="model" in given,
+                certificates=files,
+                pause=pause,
+                after=after,
+                give_up_after=patience,
+                say=print_json if as_json else say_of_client,
+                interrupted=stop,
+            )
+        except Unreachable as error:
+            complain(str(error))
+            raise typer.Exit(UNREACHABLE) from error
     if not as_json:
         ended = found["reason"] or "interrupted"
         output.print(
@@ -245,8 +284,11 @@ def fleet_command(
     from polytempo.experiments.fleet_group import Fleet, plot_beside, simulated
 
     given = {**(read_config(config) if config else {}), **settings, "clients": local}
+    table = server_table(given)
     chosen, devices = make_config(given, "fleet"), _slow(slow)
     options = ["--deadline", deadline, *(["--metrics", metrics] if metrics else [])]
+    options += ["--wait-for", str(table["wait_for"])]
+    options += ["--limits", ",".join(f"{name}={n}" for name, n in table["limits"].items())]
     out = out.expanduser() if out else RUNS / f"fleet-{of_run(chosen)}"
     with RunProgress(quiet=as_json) as progress:
         bar = progress.bar(str(chosen.strategy_table["name"]))

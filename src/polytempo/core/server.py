@@ -101,6 +101,7 @@ class Server:
         # is slow at its beginning once many entries there are gone.)
         self.open: OrderedDict[int, list[Open]] = OrderedDict()
         self.dispatches = 0  # sent so far
+        self.wait_for = 1  # members without which nobody is started for the first time
         strategy.setup(context)
         task = strategy.task(0)
         if task.upload in ("gradient", "path"):
@@ -212,6 +213,8 @@ class Server:
 
     def _fill(self) -> list[Action]:
         if self.refill == "cohort" and self.open:
+            return []
+        if not self.dispatches and len(self.members) < self.wait_for:
             return []
         free = self.slots - len(self.open)
         if free <= 0 or not self.idle:

@@ -68,6 +68,20 @@ Kind = Literal["server", "peers", "reference"]
 State = dict[str, Any]  # nested, with string keys; tensors, numpy arrays and JSON values
 
 
+def copied(part: Any) -> Any:
+    """A copy of a state, or of a part of it, that changes no more."""
+    match part:
+        case Tensor():
+            return part.detach().clone(memory_format=torch.contiguous_format)
+        case np.ndarray():
+            return part.copy()
+        case dict():
+            return {key: copied(value) for key, value in part.items()}
+        case list() | tuple():
+            return [copied(value) for value in part]
+    return part
+
+
 @dataclass(frozen=True)
 class Context:
     """What a strategy is told before the first update."""
@@ -176,7 +190,8 @@ class Strategy(Options):
         return self.context.task
 
     def vectors_for(self, client: int) -> Mapping[str, Tensor]:
-        """What else the client is sent, by name (`Dispatch.vectors`)."""
+        """What else the client is sent, by name (`Dispatch.vectors`). Never modified in place
+        afterwards."""
         return {}
 
     def revision(self, client: int) -> int | None:

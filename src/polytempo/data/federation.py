@@ -367,7 +367,7 @@ class Federation:
         )
         groups = true_groups(assignment, pool.groups)
         names = None
-        if natural and pool.names is not None and pool.users is not None:
+        if isinstance(divider, Natural) and pool.names is not None and pool.users is not None:
             names = tuple(pool.names[pool.users[held[0]]] for held in assignment.indices)
         x, vocabulary = to_tensor(pool, order, train)
         about = [title, f"{clients} clients", spell(PARTITIONS.describe(divider))]

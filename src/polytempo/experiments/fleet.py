@@ -38,13 +38,15 @@ from polytempo.experiments.jobs import Report
 from polytempo.experiments.result import RunResult, result_of, write_result, write_table
 from polytempo.files import Claim, replace_text
 from polytempo.network.fleet.admission import Admission, Policy
-from polytempo.network.fleet.client import FleetClient
+from polytempo.network.fleet.client import GIVE_UP, FleetClient, Unreachable
+from polytempo.network.fleet.limits import Limits
 from polytempo.network.fleet.metrics import MetricsServer
-from polytempo.network.fleet.server import FleetServer
+from polytempo.network.fleet.server import DEFAULT_LIMITS, FleetServer
 from polytempo.network.fleet.store import JOURNAL, Store
 from polytempo.network.session import Certificates
 from polytempo.nodes.client import ClientNode
-from polytempo.nodes.server import Patience, ServerNode
+from polytempo.nodes.plan import Patience
+from polytempo.nodes.server import ServerNode
 from polytempo.training import Problem
 
 WRITE_SECONDS = 5.0  # between two writes of history.csv and clients.csv
@@ -61,14 +63,17 @@ def nobody(event: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a server listens, whom it lets in, how long it waits for a client in training, and
-    where its metrics are to be had (None: nowhere)."""
+    """Where a server listens, whom it lets in, how long it waits for a client in training, where
+    its metrics are to be had (None: nowhere), how many clients it waits for before it begins, and
+    what they may take."""
 
     listen: str
     certificates: Certificates | None = None
     policy: Policy = "certified"
     patience: Patience = AUTO
     metrics: str | None = None
+    wait_for: int = 1
+    limits: Limits = DEFAULT_LIMITS
 
 
 class Watch:
@@ -101,6 +106,8 @@ class Watch:
         rows = self.history.rows
         value = metric.text(rows[-1][metric.name] if rows else None)
         state = f"t={node.time:,.1f}s  {len(node.here)} clients  {metric.name} {value}"
+        if node.gathering:
+            state = f"waiting for clients: {len(node.here)} of {node.server.wait_for} are there"
         self._report(node.round, node.plan.rounds, state)
         for row in rows[self._told :]:
             self._say({"event": "evaluated", **row})
@@ -130,7 +137,7 @@ def conduct(
         stack.enter_context(Claim(out))
         stack.enter_context(one_order())
         what = continued(what, out)
-        config, node = what.config, make_node(what, site.patience)
+        config, node = what.config, make_node(what, site.patience, site.wait_for)
         if not (out / JOURNAL).exists():  # what a resumed run depends on is there before the run
             write_config(out / "config.toml", config)
             save_beginning(out, what)
@@ -141,6 +148,7 @@ def conduct(
             site.listen,
             certificates=site.certificates,
             admission=Admission(out, site.policy),
+            limits=site.limits,
             watch=watch,
         )
         stack.callback(server.close)
@@ -178,12 +186,13 @@ def run_client(
     certificates: Certificates | None = None,
     pause: float = 0.0,
     after: Path | None = None,
+    give_up_after: float = GIVE_UP,
     say: Say = nobody,
     interrupted: threading.Event | None = None,
 ) -> dict[str, Any]:
     """Take part until the run is over, or interrupted; the same call in the same folder resumes.
     `own_model`: train the model of the settings, whatever the server says. `after`: connect once
-    this file is there."""
+    this file is there. `give_up_after`: seconds without a server; then `Unreachable`."""
     data = own_samples(config, name, client)
     problem = own_problem(config, data)
     trainer = SolverTrainer(
@@ -205,6 +214,7 @@ def run_client(
         certificates=certificates,
         pause=pause,
         after=after,
+        give_up_after=give_up_after,
         say=say,
         interrupted=interrupted,
     )
@@ -221,6 +231,7 @@ def take_part(
     certificates: Certificates | None = None,
     pause: float = 0.0,
     after: Path | None = None,
+    give_up_after: float = GIVE_UP,
     say: Say = nobody,
     interrupted: threading.Event | None = None,
 ) -> dict[str, Any]:
@@ -228,25 +239,39 @@ def take_part(
     began = time.monotonic()
     interrupted = interrupted or threading.Event()
     driver = FleetClient(
-        node, trainer, out, connect, certificates=certificates, name=name, watch=say, pause=pause
+        node,
+        trainer,
+        out,
+        connect,
+        certificates=certificates,
+        name=name,
+        watch=say,
+        pause=pause,
+        give_up_after=give_up_after,
     )
     say({"event": "ready"})
     while after is not None and not after.exists() and not interrupted.wait(0.05):
         pass
-    reason = driver.run(interrupted)
+    reason, unreachable = None, None
+    try:
+        reason = driver.run(interrupted)
+    except Unreachable as error:
+        unreachable = error
     summary = {
         "client": node.client,
         "data": about,
         "samples": node.samples,
         "tested": node.test_samples,
         "complete": reason is not None,
-        "reason": reason,
+        "reason": reason if unreachable is None else str(unreachable),
         "acknowledged": node.acknowledged,
         "trained": getattr(trainer, "how", ""),
         "seconds": time.monotonic() - began,
     }
     out.mkdir(parents=True, exist_ok=True)  # nothing is there of one that never got through
     replace_text(out / "result.json", json.dumps(summary, indent=2) + "\n")
+    if unreachable is not None:
+        raise unreachable
     return summary
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,9 +50,11 @@ from polytempo.experiments.fleet_trainer import MODEL
 from polytempo.experiments.result import RunResult
 from polytempo.experiments.run import GIVEN, interruptible
 from polytempo.files import replacing
+from polytempo.network.fleet.client import GIVE_UP
+from polytempo.network.fleet.limits import limits_of
 from polytempo.network.session import Certificates
 from polytempo.nodes.client import ClientNode, Memory
-from polytempo.nodes.server import Patience
+from polytempo.nodes.plan import Patience
 from polytempo.nodes.star import Examine, Sums
 from polytempo.strategies import STRATEGIES
 from polytempo.training import Problem
@@ -113,6 +116,8 @@ def serve(
     outputs: int | None = None,
     certificates: Files | None = None,
     deadline: str | float = "auto",
+    wait_for: int = 1,
+    limits: Mapping[str, float] = MappingProxyType({}),
     listening: Callable[[str], None] = lambda address: None,
     interrupted: threading.Event | None = None,
     **settings: Any,
@@ -125,6 +130,8 @@ def serve(
     metric, better, share: what clients report, whether "higher" or "lower" is better, and whether
         it lies in 0..1.
     certificates: files of the authority, of the server's certificate and of its key.
+    wait_for: nobody trains before so many clients are connected.
+    limits: what clients may take, by name, where it differs from the usual (see docs/deploy.md).
     listening: is told the address, once clients can join.
     settings: those of `RunConfig` that a server has: `lr`, `epochs`, `slots`, `seed`, ...
     """
@@ -152,7 +159,13 @@ def serve(
         config = resolved(config, chosen, clients, about)
         figures = frozenset({"total", "value"})
         what = Undertaking(config, chosen, model, problem, OWN, figures, about)
-    site = Site(listen, _files(certificates), patience=_patience(deadline))
+    site = Site(
+        listen,
+        _files(certificates),
+        patience=_patience(deadline),
+        wait_for=wait_for,
+        limits=limits_of(limits),
+    )
 
     def say(event: dict[str, Any]) -> None:
         if event["event"] == "listening":
@@ -214,6 +227,7 @@ def join(
     name: str | None = None,
     certificates: Files | None = None,
     problem: str = OWN,
+    give_up_after: float = GIVE_UP,
     interrupted: threading.Event | None = None,
     watch: Callable[[dict[str, Any]], None] = nobody,
 ) -> dict[str, Any]:
@@ -222,6 +236,7 @@ def join(
 
     samples, tested: how many samples it trains on and is tested on (0: it is not asked to test).
     name: by default that of the folder; with certificates, the certificate's.
+    give_up_after: seconds without a server after which it is an error.
     problem: that of the server, if it has one of Polytempo's own ("classification").
     """
     folder = Path(out).expanduser()
@@ -236,6 +251,7 @@ def join(
             about=type(trainer).__name__,
             name=name or folder.name,
             certificates=_files(certificates),
+            give_up_after=give_up_after,
             say=watch,
             interrupted=stop,
         )

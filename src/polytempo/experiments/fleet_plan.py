@@ -29,7 +29,8 @@ from polytempo.experiments.fleet_settings import (
 from polytempo.experiments.run import as_before, holds_run
 from polytempo.models import build
 from polytempo.network.fleet.store import JOURNAL
-from polytempo.nodes.server import FleetPlan, Patience, ServerNode
+from polytempo.nodes.plan import FleetPlan, Patience
+from polytempo.nodes.server import ServerNode
 from polytempo.storage import load_state, save_state
 from polytempo.training import PROBLEMS, Problem
 
@@ -92,10 +93,15 @@ def undertaking(config: RunConfig, samples: Samples, strategy: Strategy) -> Unde
     return Undertaking(config, strategy, model, problem, name, figures, samples.about)
 
 
-def make_node(what: Undertaking, patience: Patience = AUTO) -> ServerNode:
+def make_node(what: Undertaking, patience: Patience = AUTO, wait_for: int = 1) -> ServerNode:
     """The server of an undertaking, before anybody has enrolled."""
     config, model = what.config, what.model
     assert config.clients is not None
+    if not 1 <= wait_for <= config.clients:
+        raise PolytempoError(
+            f"wait_for = {wait_for}: expected at least 1, and at most the number of clients, "
+            f"{config.clients}"
+        )
     samples = [1] * config.clients
     context = Context(
         model.initial, samples, config.task(), config.seed, config.storage(), model.tensors
@@ -127,6 +133,7 @@ def make_node(what: Undertaking, patience: Patience = AUTO) -> ServerNode:
         adapt_epochs=config.adapt_epochs,
         adapt_always=config.adapt_always,
         patience=patience,
+        wait_for=wait_for,
     )
     return ServerNode(server, samples, plan)
 

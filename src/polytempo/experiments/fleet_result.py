@@ -11,7 +11,8 @@ import numpy as np
 
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.result import Account
-from polytempo.nodes.server import Exam, ServerNode
+from polytempo.nodes.exams import Exam
+from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import Sums
 from polytempo.simulation import Extension
 from polytempo.simulation.clusters import CLIENTS, DRAWN
@@ -89,7 +90,7 @@ def each_client(node: ServerNode, problem: Problem) -> list[Row]:
     """A row for each client: what it has done, and its last scores."""
     metric = problem.metrics[0]
     last = {row["client"]: row for row in each_score(node, problem)}
-    seconds = {client: median(found) for client, found in node.past.items() if found}
+    seconds = {client: median(found) for client, found in node.deadlines.past.items() if found}
     fastest = min(seconds.values(), default=0.0)
     rows = []
     for client, called in enumerate(node.roster):
@@ -100,7 +101,7 @@ def each_client(node: ServerNode, problem: Problem) -> list[Row]:
             client,
             name=called,
             samples=node.samples[client],
-            tested=node.tested[client],
+            tested=node.exams.tested[client],
             slowdown=took / fastest if took and fastest else None,
             seconds=took,
             updates=updates,

@@ -9,11 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polytempo.core.errors import PolytempoError
+from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.data.assemble import spell
@@ -24,7 +25,7 @@ from polytempo.experiments.peer import client_of
 from polytempo.experiments.peer_settings import refuse
 from polytempo.experiments.run import load_federation, resolve
 from polytempo.models import Inputs
-from polytempo.nodes.server import Patience
+from polytempo.nodes.plan import Patience
 from polytempo.simulation.simulator import slots_of
 from polytempo.training import PROBLEMS, Problem, problem_for
 from polytempo.training.problem import Own
@@ -201,13 +202,53 @@ def read_patience(text: str) -> Patience:
     """`auto`, `none`, or seconds."""
     if text in ("auto", "none"):
         return AUTO if text == "auto" else Patience(math.inf)
+    seconds = read_seconds("--deadline", text, "auto, none,")
+    return Patience(0.0, seconds, seconds)
+
+
+def read_seconds(option: str, text: str, words: str = "none") -> float:
+    """`none` (infinite), or seconds. `words`: what may be said instead of a number."""
+    if text == "none":
+        return math.inf
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise PolytempoError(f"--deadline {text}: give auto, none, or a number of seconds above 0")
-    return Patience(0.0, seconds, seconds)
+        raise PolytempoError(f"{option} {text}: give {words} or a number of seconds above 0")
+    return seconds
+
+
+def server_table(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the table `[server]` out of the settings of a TOML file: `wait_for` and `limits`."""
+    table = given.pop("server", {})
+    if not isinstance(table, dict):
+        raise PolytempoError(f"server = {table!r}: write a table, [server]")
+    found = {key.replace("-", "_"): value for key, value in table.items()}
+    for key in found.keys() - {"wait_for", "limits"}:
+        near = nearest(key, ("wait_for", "limits"))
+        raise PolytempoError(f"[server]: unknown setting {key!r}{near}; it has wait_for and limits")
+    wait_for, limits = found.get("wait_for", 1), found.get("limits", {})
+    if not isinstance(wait_for, int) or isinstance(wait_for, bool):
+        raise PolytempoError(f"[server]: wait_for = {wait_for!r}: give a number of clients")
+    if not isinstance(limits, dict):
+        raise PolytempoError(f"[server]: limits = {limits!r}: write a table, [server.limits]")
+    limits = {key.replace("-", "_"): value for key, value in limits.items()}
+    return {"wait_for": wait_for, "limits": limits}
+
+
+def read_limits(text: str) -> dict[str, float]:
+    """`messages=20,memory=4e9`."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            found[name.strip().replace("-", "_")] = float(value)
+        except ValueError:
+            raise PolytempoError(
+                f"--limits {text}: write names and numbers, as in messages=20,memory=4e9"
+            ) from None
+    return found
 
 
 # -- a client's side -------------------------------------------------------------------------------

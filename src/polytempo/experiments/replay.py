@@ -170,7 +170,7 @@ def _note(
         case Away(name=name) | Left(name=name):
             found.setdefault(name, Presence()).changes.append((record.time, False))
         case Offered(name=name, upload=upload):
-            since = node.since.get(node.names[name])
+            since = node.deadlines.since.get(node.names[name])
             if since is not None:
                 found[name].began.append((since, upload.seconds))
                 more = max(0.0, record.time - since - upload.seconds)

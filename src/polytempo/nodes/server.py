@@ -17,24 +17,22 @@ Theory of operation
 4. Whatever is on its way when a connection ends is lost. The node keeps what each client in
    training was sent last, and whether it was hurried; a client that comes back says what it holds,
    and hears all that it has missed, by what is applied by then. The rest follows as it is applied.
-5. A client that is not connected is *away*: nobody sends it anything, and what it was training may
-   still come. A client that takes longer than its deadline, or whose update is bad, loses its slot;
-   what it then offers is declined, and it is free for a fresh model, after those that are idle.
-   Deadlines follow the client's own past, and double while it is there and misses them: one that
-   has become slow is not given up for ever. An update that comes after the last round stays with
-   its client, unanswered: should the run be extended, it is offered again.
-6. Evaluation is done by the clients, on their own data; what comes back is sums. An exam is a row
-   of the history, to which scores are added as they come in. The run is closed once those that are
-   there have answered the last one, or have been waited for long enough.
+5. A client that is not connected is *away*: it is sent nothing, and what it was training may still
+   come; it keeps its slot from others for a short while only. A client that takes longer than its
+   deadline (`deadlines.py`), or whose update is bad, loses its slot; what it then offers is
+   declined, and it is free for a fresh model, after those that are idle. An update that comes after
+   the last round stays with its client, unanswered: should the run be extended, it is offered
+   again.
+6. Evaluation is done by the clients (`exams.py`). The run is closed once those that are there have
+   answered the last exam, or have been waited for long enough.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Concatenate, ParamSpec
 
 from polytempo.core import events
 from polytempo.core.errors import Refused
@@ -47,7 +45,10 @@ from polytempo.core.messages import (
     read_dispatch,
 )
 from polytempo.core.server import MOST_SAMPLES, Server
-from polytempo.core.strategy import State
+from polytempo.core.strategy import State, copied
+from polytempo.nodes.deadlines import Deadlines
+from polytempo.nodes.exams import Exam, Exams
+from polytempo.nodes.plan import FleetPlan
 from polytempo.nodes.star import (
     PROTOCOL,
     Acknowledge,
@@ -74,7 +75,6 @@ from polytempo.nodes.star import (
     Send,
     ServerAction,
     Started,
-    Sums,
     Swapped,
     Upload,
     Welcome,
@@ -86,67 +86,8 @@ P = ParamSpec("P")
 OVER = "the run is over"
 REVOKED = "it was revoked"
 LATE = "it came too late, twice, or answers what this client was never sent"
-PAST = 5  # trainings of a client by which its deadline is set
-MOST_DOUBLINGS = 3  # of a deadline,
-MOST_AT_FIRST = 16  # and as long as nobody has finished anything: all may be that slow
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a client in training is waited for: `factor` times the longest of its last trainings
-    (before it has finished one, of anybody's; before anybody has, `first` seconds), at least
-    `least` seconds; twice as long for each deadline that it has missed in a row while it was
-    connected, up to eight times. `factor` infinite: forever."""
-
-    factor: float = 4.0
-    least: float = 30.0
-    first: float = 600.0
-
-    def seconds(self, own: Sequence[float], longest: float, missed: int = 0) -> float:
-        """For a client whose last trainings took `own`, where the longest of all took `longest`
-        (0: there is none)."""
-        if math.isinf(self.factor):
-            return math.inf
-        past = max(own, default=longest)
-        waited = max(self.least, self.factor * past if past > 0 else self.first)
-        return waited * 2.0 ** min(missed, MOST_DOUBLINGS if longest > 0 else MOST_AT_FIRST)
-
-
-@dataclass(frozen=True)
-class FleetPlan:
-    """What the server of a fleet is asked to do, beside the strategy.
-
-    `model`, `problem`: what a client must train and learn; `run`: what else it is told.
-    `rounds`: updates after which the run is over. `eval_every`: updates between two exams.
-    `figures`: names of the sums that a score consists of. `closing`: seconds that the last exam may
-    take.
-    """
-
-    model: str
-    problem: str
-    run: Mapping[str, Any]
-    rounds: int
-    eval_every: int
-    figures: frozenset[str]
-    adapt_epochs: int = 0
-    adapt_always: bool = False
-    patience: Patience = Patience()
-    closing: float = 60.0
-
-
-@dataclass
-class Exam:
-    """One evaluation of the fleet: when it was set, whom it was set, and what has come back."""
-
-    number: int
-    time: float
-    round: int
-    version: int
-    sent: Mapping[str, int]  # messages so far, by kind
-    asked: int
-    adapt: bool
-    handed: dict[int, Sums] = field(default_factory=dict)  # by client
-    adapted: dict[int, Sums] = field(default_factory=dict)
+SLOW = "it took too long; a fresh model may follow"
+GONE = "it was away too long; a fresh model may follow"
 
 
 class ServerNode:
@@ -162,15 +103,11 @@ class ServerNode:
         self.rounds = 0  # the run has so many: see `Started`
         self.names: dict[str, int] = {}  # of those that have enrolled
         self.roster: list[str] = []  # their names, by number
-        self.tested: list[int] = []  # test samples, by client
         self.folded: dict[int, int] = {}  # by client: its last dispatch that was folded
         self.outstanding: dict[int, Dispatch] = {}  # by client in training: what it was sent last
-        self.since: dict[int, float] = {}  # by client in training: when it was started
-        self.past: dict[int, list[float]] = {}  # by client: seconds of its last trainings
-        self.longest = 0.0  # of all trainings
-        self.missed: dict[int, int] = {}  # by client: deadlines in a row, while it was there
+        self.deadlines = Deadlines(plan.patience)
         self.hurried: set[int] = set()  # of those in training
-        self.exams: list[Exam] = []
+        self.exams = Exams(plan)
         self.closed = False
         self.applied = 0  # records
         self.events = 0
@@ -201,12 +138,17 @@ class ServerNode:
         """The same, for what is told now: it counts after `Started`, which may extend the run."""
         return self.server.round >= self.plan.rounds
 
+    @property
+    def gathering(self) -> bool:
+        """Whether too few clients are there for the run to begin."""
+        return not self.server.dispatches and len(self.server.members) < self.server.wait_for
+
     # -- what happens: nothing that lasts is changed here ----------------------------------------
 
     def started(self, now: float) -> list[ServerAction]:
         """The server is up (again): nobody is connected yet."""
         self.here.clear()
-        return [Write(Started(now, self.plan.rounds))]
+        return [Write(Started(now, self.plan.rounds, self.plan.wait_for))]
 
     def connected(self, name: str, hello: Hello, now: float) -> list[ServerAction]:
         """A client says hello. One that does not fit is dropped, with what differs."""
@@ -274,7 +216,7 @@ class ServerNode:
             said.append(Send(name, Work(replace(latest, preempt=False))))
         if latest is not None and client in self.hurried and offering not in numbers:
             said.append(Send(name, Hurry(latest.number)))
-        if self._ending and self.exams and self._awaited(client):
+        if self._ending and self.exams and self.exams.awaited(client):
             said.append(self._question(client, self.exams[-1]))
         return said
 
@@ -308,7 +250,8 @@ class ServerNode:
             case Swapped():
                 return self._hear_of(name, client, message, now)
             case Scores():
-                return [Write(Scored(now, name, message))] if self._fits(client, message) else []
+                fits = self.exams.fits(client, message)
+                return [Write(Scored(now, name, message))] if fits else []
         return [Drop(name, "it said hello twice")]
 
     def _hear_of(self, name: str, client: int, swapped: Swapped, now: float) -> list[ServerAction]:
@@ -321,16 +264,6 @@ class ServerNode:
         if latest is None or latest.number != number or swapped.step is not None or self._ending:
             return []
         return [Send(name, Work(replace(latest, preempt=False)))]
-
-    def _fits(self, client: int, scores: Scores) -> bool:
-        """Whether these are the client's first scores of an exam, and say what scores should."""
-        if not 0 <= scores.exam < len(self.exams) or client in self.exams[scores.exam].handed:
-            return False
-        found = [scores.handed, *([] if scores.adapted is None else [scores.adapted])]
-        return all(
-            sums.keys() == self.plan.figures and all(map(math.isfinite, sums.values()))
-            for sums in found
-        )
 
     def _offer(self, name: str, client: int, upload: Upload, now: float) -> list[ServerAction]:
         """An update: looked at before it is written, so that what is bad takes no room on disk."""
@@ -349,31 +282,18 @@ class ServerNode:
 
     def tick(self, now: float) -> list[ServerAction]:
         """Time passes: who is waited for in vain? (Say so about once a second.)"""
+        members, deadlines = self.server.members, self.deadlines
         if self._ending:
-            return [Write(Closed(now))] if not self.closed and self._examined(now) else []
+            complete = not self.closed and self.exams.complete(now, self.up, members)
+            return [Write(Closed(now))] if complete else []
+        late = dict.fromkeys(deadlines.late(now), False)
+        if self.server.idle:  # others could have the slot of one that is gone
+            absent = [client for client in deadlines.since if client not in members]
+            late |= {client: True for client in absent if deadlines.gone(client, now)}
         return [
-            Write(GivenUp(now, self.roster[client], self._numbers(client)[0]))
-            for client, since in self.since.items()
-            if now - since > self.patience(client)
+            Write(GivenUp(now, self.roster[client], self._numbers(client)[0], away=away))
+            for client, away in late.items()
         ]
-
-    def patience(self, client: int) -> float:
-        """Seconds that this client may train before it is given up."""
-        own, missed = self.past.get(client, ()), self.missed.get(client, 0)
-        return self.plan.patience.seconds(own, self.longest, missed)
-
-    def _examined(self, now: float) -> bool:
-        """Whether the last exam is in, or was waited for long enough since the server is up."""
-        if not self.exams:
-            return True
-        exam = self.exams[-1]
-        if now > max(exam.time, self.up) + self.plan.closing:
-            return True
-        return len(exam.handed) >= exam.asked and not any(map(self._awaited, self.server.members))
-
-    def _awaited(self, client: int) -> bool:
-        """Whether this client could still answer the last exam."""
-        return self.tested[client] > 0 and client not in self.exams[-1].handed
 
     # -- records: what changes the state ----------------------------------------------------------
 
@@ -383,8 +303,8 @@ class ServerNode:
         self.applied += 1
         self.time = max(self.time, record.time)
         match record:
-            case Started(rounds=rounds):
-                return self._start(rounds)
+            case Started():
+                return self._start(record)
             case Enrolled():
                 return self._enrol(record)
             case Closed():
@@ -397,19 +317,21 @@ class ServerNode:
                 return self._away(client)
             case Left():
                 return self._leave(client)
-            case GivenUp(number=number, reason=reason):
-                return self._give_up(client, number, reason)
+            case GivenUp():
+                return self._give_up(client, record)
             case Offered(upload=upload):
                 return self._fold(client, upload)
             case Continued(swapped=swapped):
                 return self._continue(client, swapped)
             case Scored(scores=scores):
-                return self._score(client, scores)
+                self.exams.add(client, scores)
+                return []
 
-    def _start(self, rounds: int) -> list[ServerAction]:
-        self.rounds, self.up = rounds, self.time
+    def _start(self, record: Started) -> list[ServerAction]:
+        self.rounds, self.up = record.rounds, self.time
+        self.server.wait_for = record.wait_for
         self.closed = self.closed and self.over
-        self.since = dict.fromkeys(self.since, self.time)  # the clients could do nothing meanwhile
+        self.deadlines.restart(self.time)
         return [said for client in [*self.server.members] for said in self._away(client)]
 
     def _enrol(self, record: Enrolled) -> list[ServerAction]:
@@ -421,7 +343,7 @@ class ServerNode:
         self.roster.append(record.name)
         self.samples[client] = record.samples
         self.server.strategy.enrolled(client)
-        self.tested.append(record.tested)
+        self.exams.tested.append(record.tested)
         said = [Send(record.name, Welcome(client, self.plan.run)), *self._join(client)]
         return [*said, Send(record.name, Finished(OVER))] if self.closed else said
 
@@ -438,6 +360,7 @@ class ServerNode:
         if client not in self.server.members:
             return []
         self.server.away(client)
+        self.deadlines.away(client, self.time)
         return [self._report(events.Leave, client)]
 
     def _leave(self, client: int) -> list[ServerAction]:
@@ -453,12 +376,13 @@ class ServerNode:
             said.append(self._report(events.Drop, client, number))
         return [*said, *self._act(actions), *self._examine_if_due(version)]
 
-    def _give_up(self, client: int, number: int, reason: str) -> list[ServerAction]:
-        if number not in self._numbers(client):  # something came in meanwhile
-            return []
-        if not reason and client in self.server.members:
-            self.missed[client] = self.missed.get(client, 0) + 1
-        return self._lose(client, reason or "it took too long; a fresh model may follow")
+    def _give_up(self, client: int, record: GivenUp) -> list[ServerAction]:
+        there = client in self.server.members
+        if record.number not in self._numbers(client) or (record.away and there):
+            return []  # something came in meanwhile, or it is back
+        if there and not record.reason:
+            self.deadlines.miss(client)
+        return self._lose(client, record.reason or (GONE if record.away else SLOW))
 
     def _lose(self, client: int, reason: str) -> list[ServerAction]:
         """Nothing comes of what the client trains, or offers."""
@@ -489,7 +413,7 @@ class ServerNode:
             actions = self.server.receive(update)
         except Refused as refusal:  # by the strategy, which alone knows
             return self._lose(client, str(refusal))
-        self._note(client, self.time - self.since[client])
+        self.deadlines.folded(client, self.time)
         self._forget(client)
         self.folded[client] = number
         self.staleness[stale.rounds] += 1
@@ -503,14 +427,9 @@ class ServerNode:
             *self._examine_if_due(version),
         ]
 
-    def _note(self, client: int, seconds: float) -> None:
-        self.longest = max(self.longest, seconds)
-        self.past[client] = [*self.past.get(client, ()), seconds][-PAST:]
-        self.missed.pop(client, None)
-
     def _forget(self, client: int) -> int:
         """The client's training is over: the number of what it was sent last."""
-        del self.since[client]
+        self.deadlines.end(client)
         self.hurried.discard(client)
         return self.outstanding.pop(client).number
 
@@ -527,45 +446,26 @@ class ServerNode:
 
     def _examine_if_due(self, version: int) -> list[ServerAction]:
         """Exams come with updates; of a synchronous method, when the cohort is complete."""
-        server, every = self.server, self.plan.eval_every
-        last = self.exams[-1].round if self.exams else 0
-        due = server.round // every > last // every or (self.over and last < server.round)
-        if not due or (server.refill == "cohort" and server.version == version and not self.over):
-            return []
-        return self._examine()
+        server = self.server
+        complete = server.refill != "cohort" or server.version != version or self.over
+        return self._examine() if complete and self.exams.due(server.round, self.over) else []
 
     def _examine(self) -> list[ServerAction]:
-        adapt = bool(self.plan.adapt_epochs) and (self.over or self.plan.adapt_always)
-        server, asked = self.server, [c for c in self.server.members if self.tested[c]]
-        exam = Exam(
-            len(self.exams),
-            self.time,
-            server.round,
-            server.version,
-            dict(self.messages),
-            len(asked),
-            adapt,
+        server, tested = self.server, self.exams.tested
+        asked = [client for client in server.members if tested[client]]
+        exam = self.exams.begin(
+            self.time, server.round, server.version, self.messages, len(asked), self.over
         )
-        self.exams.append(exam)
         said: list[ServerAction] = []
         for client in asked:
             said.append(self._question(client, exam))
-            self._count("exam", self.server.context.initial.nbytes)
+            self._count("exam", server.context.initial.nbytes)
         return said
 
     def _question(self, client: int, exam: Exam) -> Send:
         epochs = self.plan.adapt_epochs if exam.adapt else 0
         model = self.server.strategy.serve(client)
         return Send(self.roster[client], Examine(exam.number, model, epochs))
-
-    def _score(self, client: int, scores: Scores) -> list[ServerAction]:
-        exam = self.exams[scores.exam]
-        if client in exam.handed:
-            return []
-        exam.handed[client] = scores.handed
-        if scores.adapted is not None:
-            exam.adapted[client] = scores.adapted
-        return []
 
     def _close(self) -> list[ServerAction]:
         if self.closed or not self.over:  # written down twice, or before the run was extended
@@ -586,7 +486,7 @@ class ServerNode:
             else:
                 kind = "multicast" if action.preempt else "dispatch"
                 if not action.preempt:
-                    self.since[client] = self.time
+                    self.deadlines.begin(client, self.time)
                 self.outstanding[client] = action
                 self._count(kind, action.nbytes)
                 event = events.Multicast if action.preempt else events.Dispatch
@@ -615,21 +515,20 @@ class ServerNode:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """All that `apply` depends on; as it is, so save it before the node continues."""
+        """All that `apply` depends on; as it is, so save it before the node continues (or take a
+        `snapshot`)."""
         return {
             "server": self.server.state_dict(),
             "rounds": self.rounds,
             "names": list(self.roster),
             "samples": list(self.samples),
-            "tested": list(self.tested),
+            "wait_for": self.server.wait_for,
+            "tested": list(self.exams.tested),
             "folded": [list(pair) for pair in self.folded.items()],
             "outstanding": [dispatch_state(dispatch) for dispatch in self.outstanding.values()],
-            "since": [list(pair) for pair in self.since.items()],
-            "past": [list(pair) for pair in self.past.items()],
-            "longest": self.longest,
-            "missed": [list(pair) for pair in self.missed.items()],
+            "deadlines": self.deadlines.state(),
             "hurried": sorted(self.hurried),
-            "exams": [_spelled_exam(exam) for exam in self.exams],
+            "exams": self.exams.state(),
             "closed": self.closed,
             "applied": self.applied,
             "events": self.events,
@@ -642,21 +541,27 @@ class ServerNode:
             "revoked": sorted(self.revoked),
         }
 
+    def snapshot(self) -> State:
+        """The state as it is now, to be saved later, perhaps by another thread, while the node
+        continues. What is copied is the strategy's: the rest was listed just now, and vectors that
+        were sent are never modified in place."""
+        state = self.state_dict()
+        state["server"]["strategy"] = copied(state["server"]["strategy"])
+        return state
+
     def load_state_dict(self, state: State) -> None:
         """Continue from `state`; the node is new, with the settings of the one that was saved."""
         self.samples[:] = state["samples"]
         self.server.load_state_dict(state["server"])
         self.rounds, self.roster = state["rounds"], list(state["names"])
         self.names = {name: client for client, name in enumerate(self.roster)}
-        self.tested = list(state["tested"])
         self.folded = dict(state["folded"])
         dispatches = [read_dispatch(found) for found in state["outstanding"]]
         self.outstanding = {dispatch.client: dispatch for dispatch in dispatches}
-        self.since = dict(state["since"])
-        self.past = {client: list(found) for client, found in state["past"]}
-        self.longest, self.closed, self.up = state["longest"], state["closed"], state["up"]
-        self.missed, self.hurried = dict(state["missed"]), set(state["hurried"])
-        self.exams = [_read_exam(found) for found in state["exams"]]
+        self.server.wait_for = state["wait_for"]
+        self.deadlines.load(state["deadlines"])
+        self.exams.load(state["exams"], state["tested"])
+        self.closed, self.up, self.hurried = state["closed"], state["up"], set(state["hurried"])
         self.applied, self.events, self.time = state["applied"], state["events"], state["time"]
         self.messages, self.bytes = Counter(state["messages"]), Counter(state["bytes"])
         self.staleness = Counter(dict(state["staleness"]))
@@ -666,14 +571,3 @@ class ServerNode:
 
 def _update(client: int, upload: Upload) -> Update:
     return Update(client, upload.number, upload.vector, upload.samples, upload.extras)
-
-
-def _spelled_exam(exam: Exam) -> State:
-    found = {name: getattr(exam, name) for name in Exam.__dataclass_fields__}
-    for name in ("handed", "adapted"):
-        found[name] = [[client, dict(sums)] for client, sums in found[name].items()]
-    return found
-
-
-def _read_exam(found: State) -> Exam:
-    return Exam(**{**found, "handed": dict(found["handed"]), "adapted": dict(found["adapted"])})

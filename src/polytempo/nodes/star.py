@@ -150,9 +150,10 @@ class Record:
 @dataclass(frozen=True)
 class Started(Record):
     """The server is up, for the first time or again: nobody is there yet. The run is to have this
-    many rounds."""
+    many rounds, and to begin once `wait_for` clients are there."""
 
     rounds: int
+    wait_for: int = 1
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ class GivenUp(Record):
     name: str
     number: int  # of a dispatch that is open
     reason: str = ""  # why its update is bad; "": it took too long
+    away: bool = False  # it is not connected, and others could have its slot
 
 
 @dataclass(frozen=True)

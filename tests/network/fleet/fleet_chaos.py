@@ -34,6 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -41,6 +42,7 @@ import numpy as np
 import torch
 
 from polytempo.core.rng import rng
+from polytempo.experiments import fleet as fleet_module
 from polytempo.experiments.config import make_config, write_config
 from polytempo.experiments.fleet import take_part
 from polytempo.experiments.fleet_group import SERVER, Fleet
@@ -50,7 +52,7 @@ from polytempo.experiments.replay import verify
 from polytempo.experiments.run import interruptible
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.fleet.client import STATE
-from polytempo.network.fleet.store import history
+from polytempo.network.fleet.store import Store, history
 from polytempo.network.session import Certificates, free_ports
 from polytempo.nodes.client import ClientNode
 from polytempo.storage import load_state
@@ -106,8 +108,11 @@ def serve_here(
     clients: int,
     strategy: str,
     size: int,
+    limits: dict[str, float],
 ):
-    """The life of a server's process."""
+    """The life of a server's process. It saves its state often, so that it is killed while it
+    does."""
+    fleet_module.Store = partial(Store, every=0.3)
     enter(host)
     be_quiet(folder, SERVER)
     note = Notes(folder / f"{SERVER}.jsonl")
@@ -126,6 +131,7 @@ def serve_here(
         listening=lambda address: note({"event": "listening"}),
         eval_every=400,
         slots=clients,  # nobody waits for the slot of another
+        limits=limits,
     )
     note({"event": "ended"})
 
@@ -194,7 +200,7 @@ class Forked:
     def __init__(self, folder: Path, clients: int, strategy: str, size: int) -> None:
         self.folder, self.strategy, self.size = folder, strategy, size
         self.clients = [f"client-{number}" for number in range(clients)]
-        self.rounds, self.room = ENDLESS, clients
+        self.rounds, self.room, self.limits = ENDLESS, clients, {}
         self.port = free_ports(1)[0]
         names = [SERVER, *self.clients]
         make_certificates(folder / "certs", dict.fromkeys(names, self.addresses()))
@@ -219,7 +225,8 @@ class Forked:
         return f"127.0.0.1:{self.port}", None
 
     def start(self, name: str) -> None:
-        work, life = (self.rounds, self.room, self.strategy, self.size), serve_here
+        work = (self.rounds, self.room, self.strategy, self.size, self.limits)
+        life = serve_here
         if name != SERVER:
             number = self.clients.index(name)
             work = (name, float(number), 0.02 if number % 4 == 3 else 0.004)

@@ -20,7 +20,8 @@ from polytempo.network.fleet.server import FleetServer, Limits
 from polytempo.network.fleet.store import Store
 from polytempo.network.session import Certificates
 from polytempo.nodes.client import ClientNode
-from polytempo.nodes.server import FleetPlan, ServerNode
+from polytempo.nodes.plan import FleetPlan
+from polytempo.nodes.server import ServerNode
 
 FIGURES = frozenset({"loss", "count"})
 
@@ -173,7 +174,9 @@ class Fleet:
         self.address = server.address
         return server
 
-    def client(self, name, trainer=None, *, files=None, model="toy", pause=0.0, address=None):
+    def client(
+        self, name, trainer=None, *, files=None, model="toy", pause=0.0, address=None, **more
+    ):
         node = ClientNode(model, "toy", 10, 5)
         said = []
         client = FleetClient(
@@ -185,6 +188,7 @@ class Fleet:
             name=None if self.files else name,
             watch=said.append,
             pause=pause,
+            **more,
         )
         client.said = said
         client.running = Running(client.run)

@@ -3,6 +3,7 @@ does, and how long honest clients wait meanwhile.
 
     python tests/network/fleet/hostile.py --out FOLDER     prints a table in Markdown
     python tests/network/fleet/hostile.py --fuzz 1000000   messages through the decoder, no network
+    python tests/network/fleet/hostile.py --wire 100000    the same over the network, one per stream
 
 The server is `polytempo.serve` with its usual limits, and it, each of four honest clients and the
 attackers are processes of their own. Waiting is from the end of a training to the acknowledgement
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -175,6 +177,30 @@ def fuzzed(place: Place, seconds: float, names=tuple(CROWD), messages: int = 20_
                 found[error.code().name] += 4
     for raw in channels:
         raw.close()
+    return found
+
+
+def fuzzed_over_the_wire(place: Place, seconds: float, messages: int):
+    """One broken message (or upload) on each of very many streams, half of them after a hello, each
+    stream to its end: how the server ended it (OK: what was read is in the protocol, or incomplete,
+    and the client has ended the stream)."""
+    found, draws = Counter(), random.Random(1)
+    corpus = Corpus(place.size, draws)
+    methods = [place.channel(name).stream_stream(METHOD) for name in CROWD]
+    end = time.monotonic() + seconds
+    while (sent := sum(found.values())) < messages and time.monotonic() < end:
+        calls = []
+        for method in methods[: messages - sent]:
+            said = [*frames(HELLO)] if draws.random() < 0.5 else []
+            said += corpus.broken_upload() if draws.random() < 0.25 else [corpus.broken()]
+            calls.append(method(iter(said), timeout=60))
+        for call in calls:
+            try:
+                for _ in call:
+                    pass
+                found[call.code().name] += 1
+            except grpc.RpcError as error:
+                found[error.code().name] += 1
     return found
 
 
@@ -580,6 +606,8 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("runs/hostile"))
     options.add_argument("--only", default="", help="attacks with this in their name")
     options.add_argument("--fuzz", type=int, default=0, help="messages through the decoder alone")
+    options.add_argument("--wire", type=int, default=0, help="messages over the network")
+    options.add_argument("--seconds", type=float, default=3_600, help="that these may take")
     chosen = options.parse_args()
     if chosen.fuzz:
         before, begin = resident(os.getpid()), time.monotonic()
@@ -589,6 +617,16 @@ def main() -> None:
         return
     shutil.rmtree(chosen.out, ignore_errors=True)
     sys.stdout.write(f"{HEADING}\n")
+    if chosen.wire:
+        chosen.out.mkdir(parents=True)
+        work = partial(fuzzed_over_the_wire, messages=chosen.wire)
+        what = "broken messages from 100 clients, one per stream"
+        attack = Attack(what, work, "refused", SMALL, chosen.seconds)
+        with Site(chosen.out, SMALL) as site:
+            site.room += len(CROWD)
+            site.limits = {"reconnects": 1e6, "reconnect_burst": 1e6}  # else few are read
+            site.run([attack])
+        return
     for size in (SMALL, LARGE):
         wanted = [a for a in ATTACKS if a.size == size and chosen.only in a.what]
         if wanted:

@@ -2,18 +2,26 @@
 
 import errno
 import json
+import math
 import os
+import queue
 import resource
+import shutil
 import subprocess
 import sys
+import threading
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from fleet_kit import make_node, same
+from fleet_kit import make_node, same, until
 
+from polytempo import files, storage
 from polytempo.core.errors import PolytempoError
+from polytempo.files import Appended
 from polytempo.network.fleet import journal as journal_module
+from polytempo.network.fleet import store as store_module
 from polytempo.network.fleet.journal import Journal, read_journal
 from polytempo.network.fleet.records import Skipped, read_entry, write_entry
 from polytempo.network.fleet.store import Store, history
@@ -32,6 +40,7 @@ from polytempo.nodes.star import (
     Swapped,
     Upload,
 )
+from polytempo.storage import load_state, restored
 
 BATCHES = [[b"one", b"two"], [b""], [b"four" * 20, b"five", b"six"]]
 ENTRIES = [entry for batch in BATCHES for entry in batch]
@@ -277,6 +286,148 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_changes_nothing(tmp_path, mo
         patch.setattr("polytempo.storage.save_file", full)
         with pytest.raises(PolytempoError, match="No space left"):
             store.checkpoint(node)
+    store.close()
+    again, found = Store(tmp_path), make_node(clients=2, rounds=100)
+    again.open(found)
+    assert same(found.state_dict(), expected.state_dict())
+    again.close()
+
+
+class Stops:
+    """Lets the thread that writes checkpoints go from one moment to the next, only when told to."""
+
+    def __init__(self, monkeypatch):
+        self._here, self._go = queue.Queue(), threading.Semaphore(0)
+        save_file = storage.save_file
+
+        def half_then_all(arrays, path, **more):
+            Path(path).write_bytes(b"half of it")
+            self._stop("half of a file")
+            save_file(arrays, path, **more)
+
+        monkeypatch.setattr(storage, "save_file", half_then_all)
+        for owner, name in (
+            *((Appended, "flush"), (files, "sync"), (os, "replace"), (Path, "unlink")),
+            (store_module, "_checksum"),
+        ):
+            monkeypatch.setattr(owner, name, self._around(name, getattr(owner, name)))
+
+    def _around(self, name, work):
+        def stopping(*args, **named):
+            self._stop(f"before {name}")
+            found = work(*args, **named)
+            self._stop(f"after {name}")
+            return found
+
+        return stopping
+
+    def _stop(self, where):
+        if threading.current_thread().name.startswith("checkpoint"):
+            self._here.put(where)
+            assert self._go.acquire(timeout=60)
+
+    def follow(self, written):
+        """Yields where it stands, until all is written."""
+        while not (written.done() and self._here.empty()):
+            try:
+                yield self._here.get(timeout=0.01)
+            except queue.Empty:
+                continue
+            self._go.release()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_crash_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path, monkeypatch, keep):
+    """The server goes on meanwhile; at each moment its folder is copied, as a crash would leave it,
+    and from each copy it resumes where it stood."""
+    records, _ = some_records(rounds=60)
+    store, node = Store(tmp_path / "s", keep=keep, every=0.0), make_node(clients=2, rounds=100)
+    monkeypatch.setattr(store_module, "SHARE", math.inf)
+    store.open(node)
+    done, left, images = 0, iter(records), []
+    for _ in range(2):  # so that there are older ones to be removed
+        for record in islice(left, 4):
+            drive(store, node, [record])
+            done += 1
+        store.checkpoint(node)
+    drive(store, node, [next(left)])
+    done += 1
+    with monkeypatch.context() as patch:
+        stops = Stops(patch)
+        store.checkpoint_if_due(node)
+        for where in stops.follow(store._written):
+            drive(store, node, [next(left)])
+            done += 1
+            store.flush()
+            images.append((where, done, tmp_path / f"image-{done}"))
+            shutil.copytree(tmp_path / "s", images[-1][2])
+    store.checkpoint_if_due(node)
+    store.close()
+    moments = {where for where, *_ in images}
+    assert {"half of a file", "after replace", "after sync", "before unlink"} <= moments, moments
+    newest, expected, reached = set(), make_node(clients=2, rounds=100), 0
+    for where, count, folder in images:
+        again, found = Store(folder), make_node(clients=2, rounds=100)
+        again.open(found)
+        for record in records[reached:count]:
+            expected.apply(record)
+        reached = count
+        assert same(found.state_dict(), expected.state_dict()), where
+        newest.add(again._table["checkpoints"][0]["entries"])
+        again.close()
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        assert [json.loads(line)["n"] for line in lines] == list(range(found.events)), where
+    assert newest == {8, 9}, "before it counts, and after"
+
+
+def test_one_checkpoint_at_a_time_from_the_state_as_it_was(tmp_path, monkeypatch):
+    records, _ = some_records(rounds=20)
+    store, node = Store(tmp_path, every=0.0), make_node(clients=2, rounds=100)
+    monkeypatch.setattr(store_module, "SHARE", math.inf)
+    store.open(node)
+    drive(store, node, records[:6])
+    go, saved, save = threading.Event(), [], storage.save_file
+
+    def wait_and_save(arrays, path, **more):
+        saved.append(path)
+        assert go.wait(60)
+        save(arrays, path, **more)
+
+    monkeypatch.setattr(storage, "save_file", wait_and_save)
+    store.checkpoint_if_due(node)
+    before = restored(node.state_dict())
+    for record in records[6:]:
+        drive(store, node, [record])
+        store.checkpoint_if_due(node)
+    assert len(saved) <= 1, "the next one waits"
+    go.set()
+    store._settle()
+    assert same(
+        load_state(tmp_path / "journal" / "checkpoint-0000000000000006.safetensors"), before
+    )
+    store.checkpoint(node)
+    assert len(saved) == 2
+    store.close()
+
+
+def test_a_checkpoint_that_fails_in_its_thread_stops_the_server_and_loses_nothing(
+    tmp_path, monkeypatch
+):
+    records, expected = some_records()
+    store, node = Store(tmp_path, every=0.0), make_node(clients=2, rounds=100)
+    monkeypatch.setattr(store_module, "SHARE", math.inf)
+    store.open(node)
+    with monkeypatch.context() as patch:
+
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr("polytempo.storage.save_file", full)
+        drive(store, node, records[:4])
+        store.checkpoint_if_due(node)
+        drive(store, node, records[4:])
+        with pytest.raises(PolytempoError, match="No space left"):
+            until(lambda: store.checkpoint_if_due(node))
     store.close()
     again, found = Store(tmp_path), make_node(clients=2, rounds=100)
     again.open(found)

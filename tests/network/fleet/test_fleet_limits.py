@@ -8,7 +8,7 @@ import pytest
 
 from polytempo.core.errors import PolytempoError
 from polytempo.network.fleet.admission import FILE, Admission, admit, revoke
-from polytempo.network.fleet.limits import Bucket, Budget
+from polytempo.network.fleet.limits import Bucket, Budget, Keepalive, Limits, limits_of
 from polytempo.network.fleet.security import check_address
 
 
@@ -40,6 +40,30 @@ def test_a_budget_is_first_come_first_served():
         assert budget.taken == 0
 
     asyncio.run(main())
+
+
+def test_limits_are_settings_with_the_usual_ones_as_defaults():
+    assert limits_of({}) == Limits()
+    found = limits_of({"messages": 20, "memory": 4e9, "ping_after": 20, "ping_timeout": 2.5})
+    assert found == Limits(messages=20.0, memory=4 * 10**9, keepalive=Keepalive(20_000, 2_500))
+    assert type(found.memory) is int and type(found.messages) is float
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"message": 3}, "unknown limit 'message'.*messages"),
+        ({"keepalive": 3}, "unknown limit 'keepalive'"),
+        ({"connections": 0}, "connections = 0: give a number above 0"),
+        ({"connections": 1.5}, "connections = 1.5: give a whole number"),
+        ({"memory": float("inf")}, "memory = inf"),
+        ({"slowest": "fast"}, "slowest = 'fast'"),
+        ({"waiting": True}, "waiting = True"),
+    ],
+)
+def test_what_is_no_limit_is_said(given, said):
+    with pytest.raises(PolytempoError, match=said):
+        limits_of(given)
 
 
 def test_admission_is_a_file_that_anybody_can_read(tmp_path):

@@ -1,6 +1,7 @@
 """A server and its clients over loopback, with TLS."""
 
 import errno
+import math
 import os
 import threading
 import time
@@ -11,7 +12,11 @@ import pytest
 import torch
 from fleet_kit import Fleet, ToyTrainer, make_node, same, until
 
+from polytempo import storage
 from polytempo.core.errors import PolytempoError
+from polytempo.network.fleet import store as store_module
+from polytempo.network.fleet.client import Unreachable
+from polytempo.network.fleet.limits import limits_of
 from polytempo.network.fleet.metrics import MetricsServer
 from polytempo.network.fleet.store import Store, history
 from polytempo.nodes.star import Offered, Started
@@ -289,6 +294,76 @@ def test_metrics_tell_how_it_goes(fleet):
 def fetch(metrics, path):
     with urllib.request.urlopen(f"http://{metrics.address}{path}", timeout=10) as answer:
         return answer.read().decode()
+
+
+def test_a_run_begins_when_those_are_there_that_it_waits_for(fleet):
+    options = {"clients": 3, "rounds": 9, "wait_for": 3}
+    server = fleet.serve(make_node(**options))
+    first = [fleet.client(name) for name in NAMES[:2]]
+    until(lambda: len(server.node.server.members) == 2)
+    assert server.node.server.dispatches == 0 and server.node.gathering
+    last = fleet.client(NAMES[2])
+    assert server.running.wait() is True
+    assert [client.running.wait() for client in (*first, last)] == ["the run is over"] * 3
+    dispatched = [event.n for event in server.events if event.kind == "dispatch"]
+    joined = [event.n for event in server.events if event.kind == "return"]
+    assert len(joined) >= 3 and max(joined[:3]) < min(dispatched)
+    assert same(replayed(fleet, **options | {"wait_for": 1}).state_dict(), server.node.state_dict())
+
+
+def test_a_server_takes_updates_while_it_writes_a_checkpoint(fleet, monkeypatch):
+    monkeypatch.setattr(store_module, "SHARE", math.inf)
+    go, begun, save = threading.Event(), threading.Event(), storage.save_file
+
+    def wait_and_save(arrays, path, **more):
+        if threading.current_thread().name.startswith("checkpoint") and "0000.s" not in str(path):
+            begun.set()
+            assert go.wait(60)
+        save(arrays, path, **more)
+
+    monkeypatch.setattr(storage, "save_file", wait_and_save)
+    store = Store(fleet.folder / "server", every=0.0)
+    server = fleet.serve(make_node(clients=3, rounds=30), store=store)
+    clients = [fleet.client(name) for name in NAMES]
+    assert begun.wait(60)
+    until(lambda: server.node.closed)  # it waits for the disk only when all is done
+    go.set()
+    assert server.running.wait() is True
+    assert [client.running.wait() for client in clients] == ["the run is over"] * 3
+    assert same(replayed(fleet, clients=3, rounds=30).state_dict(), server.node.state_dict())
+
+
+def test_a_client_gives_up_after_a_while_without_a_server(fleet):
+    """It has missed the end of the run; nobody will tell it."""
+    server = fleet.serve(make_node(clients=3, rounds=3))
+    there = fleet.client("a")
+    assert server.running.wait() is True
+    assert there.running.wait() == "the run is over"
+    late = fleet.client("a", give_up_after=0.5)
+    with pytest.raises(Unreachable, match=r"no server at .* the run may be over.*give-up-after"):
+        late.running.wait()
+    assert len(said(late, "disconnected")) >= 2
+
+
+def test_a_client_finishes_and_keeps_what_it_trains_before_it_gives_up(fleet):
+    server = fleet.serve(make_node(clients=3, rounds=3))
+    client = fleet.client("a", ToyTrainer(seconds=0.05), give_up_after=0.05)
+    until(lambda: client.trainer.begun)
+    server.running.stop()
+    with pytest.raises(Unreachable, match="its last update is kept in its folder"):
+        client.running.wait()
+    assert len(said(client, "trained")) == 1
+    assert load_state(fleet.folder / "a" / "client.safetensors")["pending"] is not None
+
+
+def test_a_server_that_is_full_says_so(fleet):
+    server = fleet.serve(make_node(clients=3, rounds=10**6), limits=limits_of({"connections": 1}))
+    fleet.client("a", ToyTrainer(seconds=0.01))
+    until(lambda: server.node.here == {"a"})
+    other = fleet.client("b")
+    until(lambda: said(other, "disconnected"))
+    assert "the server is full" in said(other, "disconnected")[0]["reason"]
+    assert server.node.here == {"a"}
 
 
 def test_an_interrupted_fleet_goes_on_with_the_same_command(fleet):

@@ -50,7 +50,12 @@ from polytempo.storage import load_state, save_state
 STATE = "client.safetensors"
 SLICE = 0.02  # seconds of training between two looks into the inbox, if a step takes no longer
 NAP = 0.1
+GIVE_UP = 3_600.0  # seconds without a server
 DEFAULT_KEEPALIVE = Keepalive(5_000)  # a server that is gone is noticed within 15 s
+
+
+class Unreachable(PolytempoError):
+    """No server for too long."""
 
 
 class Training(Protocol):
@@ -99,7 +104,8 @@ class FleetClient:
     """`node` is new; what the folder holds of an earlier process is loaded into it by `run`.
 
     `name`: for a server without certificates. `watch` is told what happens, as a dictionary with
-    the key "event". `pause`: seconds to sleep after each step (a slow device).
+    the key "event". `pause`: seconds to sleep after each step (a slow device). `give_up_after`:
+    seconds without a server after which it tries no longer; what it trains it finishes first.
     """
 
     def __init__(
@@ -114,10 +120,13 @@ class FleetClient:
         watch: Callable[[dict[str, Any]], None] = lambda event: None,
         pause: float = 0.0,
         keepalive: Keepalive = DEFAULT_KEEPALIVE,
+        give_up_after: float = GIVE_UP,
     ) -> None:
         self.node, self.trainer, self.folder, self.connect = node, trainer, folder, connect
         self._certificates, self._name = certificates, name
         self._watch, self._pause, self._keepalive = watch, pause, keepalive
+        self._patience = give_up_after
+        self._alone: float | None = 0.0  # since when there is no server; None: there is one
         self._training: Training | None = None
         self._began = self._resume = 0.0  # when the training began, when its next step may be taken
         self._steps = 1  # of a slice
@@ -125,12 +134,14 @@ class FleetClient:
         self._ended: str | None = None
 
     def run(self, interrupted: threading.Event) -> str | None:
-        """Until the run is over (why), or interrupted (None). It reconnects for as long as it
-        takes; a refusal by the server, or a wrong certificate, is a `PolytempoError`."""
+        """Until the run is over (why), or interrupted (None). It reconnects, and gives up after a
+        while: `Unreachable`. A refusal by the server, or a wrong certificate, is a
+        `PolytempoError`."""
         with Claim(self.folder):
             path = self.folder / STATE
             if path.exists():
                 self.node.load_state_dict(load_state(path))
+            self._alone = time.monotonic()
             self._line = Line(self.connect, self._certificates, self._name, self._keepalive)
             try:
                 while self._ended is None and not interrupted.is_set():
@@ -164,11 +175,26 @@ class FleetClient:
                 self._act(self.node.connected())
             case Heard(connection=connection, message=message):
                 if connection == self._connection:
+                    self._alone = None
                     self._told(message)
             case Down(reason=reason):
                 self._tell("disconnected", reason=reason)
+                self._missed(reason)
             case Final(reason=reason):
                 raise PolytempoError(f"the server {self.connect} refuses this client: {reason}")
+
+    def _missed(self, reason: str) -> None:
+        """An attempt has failed, or a connection has ended."""
+        if self._alone is None:
+            self._alone = time.monotonic()
+        waited = time.monotonic() - self._alone
+        if waited >= self._patience and self._training is None:
+            kept = "" if self.node.pending is None else "; its last update is kept in its folder"
+            raise Unreachable(
+                f"no server at {self.connect} for {waited:.0f} s ({reason}): the run may be over, "
+                f"or the server down{kept}. Once it is back, the same command resumes; to wait "
+                "longer: --give-up-after SECONDS, or none"
+            )
 
     def _told(self, message: FromServer) -> None:
         known = self.node.run

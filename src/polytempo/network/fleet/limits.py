@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from polytempo.core.errors import PolytempoError, nearest
 from polytempo.network.fleet.reading import MOST_FRAME
 
 WINDOW = 262_144  # bytes of one direction that are on the line, or wait in the system's buffers
@@ -41,9 +45,11 @@ class Keepalive:
 class Limits:
     """What one client, and all together, may take.
 
-    `connections`: streams of all clients. `reconnects`: of one name, per second, after a few that
-    are free. `messages`: of one client, per second (a flood is read more slowly, and costs nobody
-    else anything). `waiting`: messages that a client has not read yet before it is cut off.
+    `connections`: streams of all clients (of one name there are two at most: the one that counts,
+    and the one that takes its place). `reconnects`: of one name, per second, after
+    `reconnect_burst` that are free. `messages`: of one client, per second, after `message_burst` (a
+    flood is read more slowly, and costs nobody else anything). `waiting`: messages that a client
+    has not read yet before it is cut off.
     `memory`: bytes of updates that are on their way in. `extras`: bytes that an update may have
     beyond twice its vector. `write_seconds`: how long a client may take to accept a quarter of a
     megabyte. `slowest`: bytes per second that an upload must reach after `hello_seconds`.
@@ -53,7 +59,9 @@ class Limits:
 
     connections: int = 10_000
     reconnects: float = 2.0
+    reconnect_burst: int = 10
     messages: float = 50.0
+    message_burst: int = 200
     waiting: int = 1_000
     memory: int = 2**30
     extras: int = 2**20
@@ -79,6 +87,31 @@ class Limits:
             ("grpc.max_metadata_size", 8_192),
             ("grpc.so_reuseport", 0),  # a second server on the port is an error
         ]
+
+
+def limits_of(given: Mapping[str, Any]) -> Limits:
+    """The usual limits with these changes, by name. The keepalive's are called `ping_after` and
+    `ping_timeout` here, in seconds."""
+    usual: dict[str, Any] = {f.name: f.default for f in fields(Limits) if f.name != "keepalive"}
+    pings = {"ping_after": "time_ms", "ping_timeout": "timeout_ms"}
+    chosen: dict[str, Any] = {}
+    keepalive = Keepalive()
+    for name, value in given.items():
+        if name not in {*usual, *pings}:
+            raise PolytempoError(
+                f"unknown limit {name!r}{nearest(name, [*usual, *pings])}; there are "
+                f"{', '.join([*usual, *pings])}"
+            )
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise PolytempoError(f"limit {name} = {value!r}: give a number above 0")
+        if name in pings:
+            keepalive = replace(keepalive, **{pings[name]: max(1, round(1e3 * value))})
+        elif isinstance(usual[name], int) and value != int(value):
+            raise PolytempoError(f"limit {name} = {value!r}: give a whole number")
+        else:
+            chosen[name] = type(usual[name])(value)
+    return Limits(**chosen, keepalive=keepalive)
 
 
 class Bucket:

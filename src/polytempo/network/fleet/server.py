@@ -6,6 +6,7 @@ Theory of operation
    node. It takes whatever has come in meanwhile, hands it to the node, writes all records that come
    of it down with one fsync, applies them in order, and lets the streams say the rest. So the more
    there is to do, the less a record costs; and nobody is told of anything that is not on disk.
+   (A third one writes checkpoints: see `store.py`.)
 2. Of each name one stream counts, the newest that has said hello; the one before is ended.
 3. Should the strategy fail on a record (a bug, or an update made to trigger one), the node is
    brought back to before it, the record is marked as one that never counts, its sender is told, and
@@ -140,8 +141,7 @@ class FleetServer:
             self.streams.carry_out(self._said, self._ended, heard)
             self._said, self._ended = [], []
         self.alive = time.monotonic()
-        if self.store.due():
-            self.store.checkpoint(self.node)
+        self.store.checkpoint_if_due(self.node)
 
     def _take(self) -> list[Arrived | Gone]:
         """What has come in, at least one thing if it comes soon."""

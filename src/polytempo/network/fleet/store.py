@@ -7,6 +7,11 @@ journal/checkpoints.json           the last two of these with their checksums; t
 
 The older checkpoint is there for the day when the newer one cannot be read: replaying a little more
 leads to the same bits.
+
+A checkpoint is written in a thread of its own, from a snapshot of the state, while the server goes
+on: it stands still only for the snapshot. A checkpoint counts from the moment that the table names
+it, and all that the table names is safe by then: whatever a crash interrupts, the table that is
+there leads to the state. There is one such thread: never two checkpoints at once.
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from polytempo.core import events
 from polytempo.core.errors import PolytempoError
+from polytempo.core.strategy import State
 from polytempo.files import Appended, Claim, replace_text, writing
 from polytempo.network.fleet.journal import Journal, read_journal
 from polytempo.network.fleet.records import Entry, Skipped, read_entry, write_entry
@@ -56,6 +63,7 @@ class Store:
         self.opened, self._stack = False, ExitStack()
         self._reported = 0  # events in the log
         self._last, self._took = time.monotonic(), 0.0
+        self._written: Future[None] | None = None  # the checkpoint that is being written
 
     @property
     def id(self) -> str:
@@ -74,7 +82,7 @@ class Store:
             if (self._path / TABLE).exists():
                 self._table = _read_table(self._path / TABLE)
                 start = self._load(node)
-                self._begin_events(node)
+                self._begin_writing(node)
                 began = time.monotonic()
                 self._replay(node, start)
                 if time.monotonic() - began > LONG:
@@ -86,7 +94,7 @@ class Store:
                 )
             else:
                 self._table = {"id": secrets.token_hex(8), "checkpoints": []}
-                self._begin_events(node)
+                self._begin_writing(node)
                 self.checkpoint(node)
         except BaseException:
             self.close()
@@ -103,6 +111,7 @@ class Store:
     def skip(self, node: ServerNode, number: int, reason: str) -> None:
         """The node has failed on that record: bring it back to before, and let the record never
         count again."""
+        self._settle()
         self._journal.append([write_entry(Skipped(number, reason[:500]))])
         self._replay(node, self._load(node), before=number)
 
@@ -136,9 +145,11 @@ class Store:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _begin_events(self, node: ServerNode) -> None:
+    def _begin_writing(self, node: ServerNode) -> None:
         self._events = self._stack.enter_context(Appended(self.folder / EVENTS, keep=node.events))
         self._reported = node.events
+        # The last to be opened, and so the first to be closed.
+        self._writer = self._stack.enter_context(ThreadPoolExecutor(1, "checkpoint"))
 
     def report(self, event: events.Event) -> None:
         """A line for the event log, unless it is there already."""
@@ -152,27 +163,51 @@ class Store:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def due(self) -> bool:
-        """Whether it is time for a checkpoint, and there is something to save."""
+    def checkpoint_if_due(self, node: ServerNode) -> None:
+        """Begin a checkpoint, if it is time and there is something to save. What went wrong with
+        the last one is raised here."""
+        if self._written is not None:
+            if not self._written.done():
+                return
+            self._settle()
         waited = time.monotonic() - self._last
         new = self._journal.next > self._table["checkpoints"][0]["entries"]
-        return new and waited > max(self._every, self._took / SHARE)
+        if new and waited > max(self._every, self._took / SHARE):
+            self._begin(node)
 
     def checkpoint(self, node: ServerNode) -> None:
-        """Save the node's state: a restart goes on from here."""
+        """Save the node's state, and wait until that is done: a restart goes on from here."""
+        self._settle()
+        self._begin(node)
+        self._settle()
+
+    def _begin(self, node: ServerNode) -> None:
+        """Every record that was appended was applied to the node."""
+        assert self._written is None, "one checkpoint at a time"
         begin, entries = time.monotonic(), self._journal.next
+        state = node.snapshot()
+        self._journal.rotate()
+        self._written = self._writer.submit(self._write, state, entries, begin)
+
+    def _write(self, state: State, entries: int, begin: float) -> None:
+        """In a thread of its own."""
         self._events.flush()  # no checkpoint may count events that the log does not hold
         path = self._path / f"checkpoint-{entries:016d}.safetensors"
-        save_state(path, node.state_dict())
+        save_state(path, state)
         made = {"file": path.name, "entries": entries, "checksum": _checksum(path)}
         others = [old for old in self._table["checkpoints"] if old["entries"] < entries]
         table = {**self._table, "checkpoints": [made, *others][:KEPT]}
         replace_text(self._path / TABLE, json.dumps(table, indent=1) + "\n")
         self._table = table
-        self._journal.rotate()
         self._tidy()
         self._last = time.monotonic()
         self._took = self._last - begin
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
     def _tidy(self) -> None:
         known = {found["file"] for found in self._table["checkpoints"]}
@@ -199,6 +234,8 @@ class Store:
     def close(self) -> None:
         """What is not on disk by now comes from the journal again."""
         self.opened = False
+        if self._written is not None and (error := self._written.exception()) is not None:
+            log.error("the last checkpoint could not be written", exc_info=error)
         with suppress(PolytempoError):
             self._stack.close()
 

@@ -244,7 +244,7 @@ class Streams:
         if len(self._reconnects) > 1_000:
             for other in [name for name, bucket in self._reconnects.items() if bucket.full]:
                 del self._reconnects[other]
-        bucket = self._reconnects.setdefault(name, Bucket(self._limits.reconnects, 10))
+        bucket = self._reconnects.setdefault(name, self._bucket())
         if bucket.take():
             bucket.give_back()
             raise Ended(Code.RESOURCE_EXHAUSTED, f"{name!r} comes back too often; wait a little")
@@ -252,9 +252,15 @@ class Streams:
         for older in self._named.get(name, [])[:-1]:
             older.end(Code.ABORTED, replaced(name))
 
+    def _bucket(self) -> Bucket:
+        return Bucket(self._limits.reconnects, self._limits.reconnect_burst)
+
     async def _read(self, stream: Stream, requests: AsyncIterator[bytes]) -> None:
         limits, loop = self._limits, asyncio.get_running_loop()
-        reader, bucket = Reader(pb.FromClient, self._most), Bucket(limits.messages, 200)
+        reader, bucket = (
+            Reader(pb.FromClient, self._most),
+            Bucket(limits.messages, limits.message_burst),
+        )
         greeted = False
         async with asyncio.timeout(limits.hello_seconds) as deadline:
             async for data in requests:
