@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo.experiments.fleet_own import join, serve
     from polytempo.experiments.result import RunResult
     from polytempo.experiments.run import simulate
+    from polytempo.models.pretrained import tokenizer
     from polytempo.strategies import STRATEGIES
     from polytempo.training.problem import Problem
 
@@ -61,6 +62,7 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "serve": "polytempo.experiments.fleet_own",
     "simulate": "polytempo.experiments.run",
     "strategies": "polytempo.strategies",
+    "tokenizer": "polytempo.models.pretrained",
 }
 __all__ = [
     "CLIENT_STEPS",
@@ -94,6 +96,7 @@ __all__ = [
     "serve",
     "simulate",
     "strategies",
+    "tokenizer",
 ]
 
 if not TYPE_CHECKING:  # to a type checker this would be every name there is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from polytempo.data.shift import SHIFTS, Shift
 from polytempo.data.source import Request
 from polytempo.data.sources import is_path, open_pool
 from polytempo.data.targets import LABELLED, kind_of, number_of_outputs, strata, targets
+from polytempo.data.text import Tokenizer
 
 PartitionSpec = str | Mapping[str, Any] | Partitioner
 ShiftSpec = str | Mapping[str, Any] | Shift
@@ -49,6 +50,7 @@ class Federation:
     groups: the true group of each client, where there is one.
     mean, std: per channel, for images; `prepare` applies them.
     partition: how the samples were divided, as a table of settings.
+    tokenizer: digest of the tokenizer whose tokens these are; None: texts are numbered words.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Federation:
     description: str
     partition: Mapping[str, Any]
     problem: str = "classification"
+    tokenizer: str | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -161,6 +164,7 @@ class Federation:
         limit: int | None = None,
         problem: str | None = None,
         validation: float = 0.0,
+        tokenizer: Tokenizer | None = None,
     ) -> Federation:
         """A named data set, divided among clients. The seed decides everything.
 
@@ -179,12 +183,14 @@ class Federation:
         problem: what the targets in files of your own are for, where it cannot be guessed.
         validation: for tuning: the test samples are left out, and this fraction of each client's
             training samples takes their place.
+        tokenizer: that of a pre-trained model, for texts: `polytempo.tokenizer("hf:PATH")`.
         """
         pool = open_pool(name, Request(data_dir, clients, seed), problem)
         if isinstance(name, Mapping):
             title = spell(name)
         else:
             title = pool.name if is_path(name) else str(name)
+        pool = replace(pool, tokenizer=tokenizer)
         return cls._divide(
             pool, title, clients, partition, shift, test_fraction, seed, limit, validation
         )
@@ -207,11 +213,13 @@ class Federation:
         problem: str | None = None,
         length: int = 128,
         vocabulary: int = 32_000,
+        tokenizer: Tokenizer | None = None,
     ) -> Federation:
         """Pooled samples of your own, divided among clients as by `load`.
 
         x: arrays or tensors as in `from_arrays`, or a list of texts (of which `length` words are
-            kept, and `vocabulary` words known). y, problem: as in `from_arrays`.
+            kept, and `vocabulary` words known; `tokenizer` as in `load`). y, problem: as in
+            `from_arrays`.
         users: whom each sample belongs to.
         """
         found = features(x, name)
@@ -228,6 +236,7 @@ class Federation:
             length=length,
             vocabulary=vocabulary,
             problem=problem,
+            tokenizer=tokenizer,
         )
         return cls._divide(pool, name, clients, partition, shift, test_fraction, seed, limit)
 
@@ -241,6 +250,7 @@ class Federation:
         seed: int = 0,
         classes: int | None = None,
         problem: str | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> Federation:
         """Your own clients, each a pair (X, y) of arrays or tensors.
 
@@ -253,10 +263,11 @@ class Federation:
         is to be predicted). Numbers are used as they are: standardise them if they are large.
         classes: how many labels or tokens there are; by default as many as occur.
         problem: one of these four, where it cannot be guessed from y.
+        tokenizer: as in `load`.
         """
         clients = list(clients)
         who = [f"client {number}" for number in range(len(clients))]
-        pool = pool_clients(name, clients, who, classes, problem)
+        pool = replace(pool_clients(name, clients, who, classes, problem), tokenizer=tokenizer)
         return cls._divide(pool, name, None, None, None, test_fraction, seed, None)
 
     @classmethod
@@ -350,4 +361,5 @@ class Federation:
             description=", ".join(about),
             partition=PARTITIONS.describe(divider),
             problem=pool.problem,
+            tokenizer=None if pool.tokenizer is None else pool.tokenizer.digest,
         )
