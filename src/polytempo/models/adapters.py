@@ -52,6 +52,7 @@ class Lora(Options):
             target_modules=targets,
             exclude_modules=sorted(head),
         )
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         try:
             inject_adapter_in_model(config, module)
         except ValueError as error:  # none of these names, or layers of another kind
@@ -60,6 +61,8 @@ class Lora(Options):
                 f"that could get an adapter ({' '.join(str(error).split())[:200]}); name others "
                 "with lora:targets=[...]"
             ) from error
+        for parameter in trained:  # what is frozen is for the layout to say
+            parameter.requires_grad_(True)
 
 
 def insert_adapters(module: nn.Module, trainable: str) -> None:

@@ -89,7 +89,9 @@ def _loading(path: str) -> Iterator[Any]:
     transformers.logging.disable_progress_bar()
     try:
         yield transformers
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except PolytempoError:
+        raise
+    except Exception as error:  # of a file, the network or the hub: all sorts
         reason = " ".join(str(error).split())[:300]
         raise PolytempoError(
             f"{PREFIX}{path} cannot be loaded: {reason}; give a folder with config.json, "
