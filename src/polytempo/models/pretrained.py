@@ -196,7 +196,9 @@ class HuggingFace(Options):
                 "numbers; use another model, or data that are texts"
             )
         if inputs.problem == "next-token":
-            raise PolytempoError(f"model {name} judges a text as a whole, not its next token")
+            raise PolytempoError(
+                f"model {name} judges a text as a whole, but the problem is next-token; use 'gru'"
+            )
         theirs = _tokenizer(self.path)
         if inputs.tokenizer != theirs.digest:
             made = "words" if inputs.tokenizer is None else "the tokens of another tokenizer"
