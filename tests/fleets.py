@@ -53,11 +53,18 @@ class Outcome:
 
 
 def run_fleet(
-    folder, pauses=None, through=None, interrupted=None, stop_clients=None, until=None, **settings
+    folder,
+    pauses=None,
+    through=None,
+    interrupted=None,
+    stop_clients=None,
+    until=None,
+    own_model=False,
+    **settings,
 ):
     """A fleet from nothing to the end. `pauses`: of each client, after each step; `through`: makes
     an address of the server's, by which clients reach it; `until`: of so many updates, then both
-    sides are interrupted."""
+    sides are interrupted; `own_model`: clients are given the model, too."""
     config = make_config({**TINY, **settings}, "test")
     strategy = for_fleet(config)
     complete, samples = known(config, strategy)
@@ -106,6 +113,7 @@ def run_fleet(
                 where,
                 name=name,
                 client=number,
+                own_model=own_model,
                 pause=(pauses or {}).get(number, 0.0),
                 say=hear,
                 interrupted=gone,

@@ -12,6 +12,7 @@ import polytempo
 HEAVY = {
     *("torch", "numpy", "scipy", "sklearn", "pandas", "pydantic", "matplotlib", "PIL"),
     *("datasets", "ray", "zenoh", "cryptography", "safetensors", "grpc", "google.protobuf"),
+    *("transformers", "peft", "tokenizers"),
 }
 HELP = """
 import sys
@@ -58,6 +59,7 @@ def test_the_core_does_not_load_the_house():
 @pytest.mark.parametrize("package", ["simulation", "strategies", "experiments.run", "report"])
 def test_what_few_runs_need_is_loaded_by_those(package):
     few = {"sklearn", "scipy", "matplotlib", "PIL", "datasets", "ray", "zenoh", "cryptography"}
+    few |= {"transformers", "peft", "tokenizers"}
     few |= {"grpc", "google.protobuf"}
     assert loaded(f"import polytempo.{package}") & few == set()
 

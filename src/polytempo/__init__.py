@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo.experiments.api import compare, load, resume, simulate, sweep
     from polytempo.experiments.fleet_own import join, serve
     from polytempo.experiments.result import RunResult
+    from polytempo.models.pretrained import tokenizer
     from polytempo.strategies import STRATEGIES
     from polytempo.training.problem import Problem
 
@@ -65,6 +66,7 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "simulate": "polytempo.experiments.api",
     "strategies": "polytempo.strategies",
     "sweep": "polytempo.experiments.api",
+    "tokenizer": "polytempo.models.pretrained",
 }
 __all__ = [
     "CLIENT_STEPS",
@@ -102,6 +104,7 @@ __all__ = [
     "simulate",
     "strategies",
     "sweep",
+    "tokenizer",
 ]
 
 if not TYPE_CHECKING:  # to a type checker this would be every name there is

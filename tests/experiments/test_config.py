@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "buffers": "reset",
     "personal": "head",
     "freeze": "features.*,norm",
+    "trainable": "head",
     "rounds": 9,
     "until": 5.5,
     "versions": 7,

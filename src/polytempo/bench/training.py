@@ -116,8 +116,7 @@ def measure_training(
 def _simulator(
     case: Case, strategy: str, federation: Federation, workers: int, bank: str
 ) -> Simulator:
-    inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
-    module = build(case.model, inputs, 0)
+    module = build(case.model, Inputs.of(federation), 0)
     return Simulator(
         federation,
         module,

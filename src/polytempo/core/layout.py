@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -32,9 +33,10 @@ class Parts:
     """What is not simply shared.
 
     `personal`, `frozen`: which parameters and buffers stay with their client, and which never
-    change. Patterns over their names (`features.*`), or one of these: head (the last linear layer),
-    norm (normalisation layers), body (all but the head). What both name is frozen; so is what the
-    module itself does not train.
+    change. Patterns over their names (`features.*`), or one of these: head (the last linear layer,
+    or what the module names in `head_modules`), norm (normalisation layers), body (all but the
+    head). What both name is frozen; so is what the module itself does not train.
+    `trained`: where given, all else is frozen.
     `buffers`: floating-point buffers take part as parameters do ("share"), or are set back to their
     initial values with every model that is loaded ("reset").
     """
@@ -42,6 +44,7 @@ class Parts:
     personal: Sequence[str] = ()
     frozen: Sequence[str] = ()
     buffers: BufferPolicy = "share"
+    trained: Sequence[str] | None = None
 
 
 ALL_SHARED = Parts()
@@ -65,6 +68,8 @@ class Layout:
     ) -> None:
         self.module = module.to(device)
         frozen = _matching(module, parts.frozen, "freeze")
+        if parts.trained is not None:
+            frozen |= _all_but(module, _matching(module, parts.trained, "trainable"))
         personal = _matching(module, parts.personal, "personal")
         parameters: list[tuple[str, Tensor]] = []
         for name, parameter in module.named_parameters():
@@ -84,6 +89,8 @@ class Layout:
         if not parameters:
             what = f"--freeze {','.join(parts.frozen)} leaves" if parts.frozen else "has"
             raise PolytempoError(f"{type(module).__name__}: {what} no parameters to train")
+        every = [*module.named_parameters(), *module.named_buffers()]
+        self._frozen = [(name, tensor) for name, tensor in every if name in frozen]
         buffers = [(name, b) for name, b in module.named_buffers() if name not in frozen]
         floating = [found for found in buffers if found[1].is_floating_point()]
         moving = floating if parts.buffers == "share" else []
@@ -138,9 +145,22 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        """Of the names and shapes of what travels, by which two machines know that they mean the
-        same by a vector."""
-        return digest_of(zip(self.shared_names, self.shared_shapes, strict=True))
+        """Of the names and shapes of what travels, and of what is frozen, by which two machines
+        know that they mean the same by a vector."""
+        shared = zip(self.shared_names, self.shared_shapes, strict=True)
+        return digest_of(shared, self.frozen_digest)
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """Of all numbers that are frozen; empty if there are none."""
+        if not self._frozen:
+            return ""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in self._frozen:
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     @property
     def initial_personal(self) -> Tensor:
@@ -175,7 +195,7 @@ class Layout:
     def places(self, part: str) -> Tensor:
         """Which numbers of a model, as it travels, belong to that part (head, norm, body, or a
         pattern of names): none if it does not travel."""
-        found = _matching(self.module, [part], "part")
+        found = names_of(self.module, part)
         each = [name in found for name in self.shared_names]
         return torch.tensor(each).repeat_interleave(torch.tensor(self._shared_sizes))
 
@@ -186,12 +206,23 @@ class Layout:
         self.load_whole(shared if not self.personal else self.join(shared, personal))
 
     def state(
-        self, shared: Tensor, personal: Tensor | None = None, offset: Tensor | None = None
+        self,
+        shared: Tensor,
+        personal: Tensor | None = None,
+        offset: Tensor | None = None,
+        *,
+        frozen: bool = True,
     ) -> dict[str, Tensor]:
-        """The model that the vector(s) describe as a state dict. What is added to its outputs
-        (a label prior) goes into the biases of the last linear layer."""
+        """The model that the vector(s) describe as a state dict, perhaps without what is frozen.
+        What is added to its outputs (a label prior) goes into the biases of the last linear
+        layer."""
         self.load(shared, personal)
-        found = {name: value.cpu().clone() for name, value in self.module.state_dict().items()}
+        left_out = set() if frozen else {id(tensor) for _, tensor in self._frozen}
+        found = {
+            name: value.detach().cpu().clone()
+            for name, value in self.module.state_dict(keep_vars=True).items()
+            if id(value) not in left_out
+        }
         if offset is not None:
             bias = f"{head_of(self.module)}bias"
             if bias not in found or found[bias].shape != offset.shape:
@@ -228,9 +259,9 @@ class Layout:
                 layer.eval()
 
 
-def digest_of(shared: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Of what travels: names and shapes, in order."""
-    text = json.dumps([[name, list(shape)] for name, shape in shared])
+def digest_of(shared: Iterable[tuple[str, Sequence[int]]], frozen: str = "") -> str:
+    """Of what travels: names and shapes, in order; with the digest of what is frozen."""
+    text = json.dumps([[name, list(shape)] for name, shape in shared]) + frozen
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -243,7 +274,7 @@ def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[st
     found: set[str] = set()
     for pattern in patterns:
         if pattern in (HEAD, BODY):
-            head = {f"{head_of(module)}{name}" for name in ("weight", "bias")} & names.keys()
+            head = _head(module, names)
             tied = {names[name] for name in head}
             matches = head if pattern == HEAD else {n for n in names if names[n] not in tied}
         elif pattern == NORM:
@@ -259,6 +290,30 @@ def _matching(module: nn.Module, patterns: Sequence[str], option: str) -> set[st
             raise PolytempoError(f"--{option} {pattern}: {model} has nothing of that name{known}")
         found |= {names[name] for name in matches}
     return found
+
+
+def names_of(module: nn.Module, part: str) -> set[str]:
+    """The parameters and buffers of that part: head, norm, body, or a pattern."""
+    return _matching(module, [part], "part")
+
+
+def _all_but(module: nn.Module, trained: set[str]) -> set[str]:
+    """What is frozen where these alone are trained: all else, but not the statistics of a
+    normalisation layer that is trained."""
+    every = (*module.named_parameters(), *module.named_buffers())
+    found = {name for name, _ in every} - trained
+    for prefix, layer in _normalisation(module):
+        if _names(prefix, layer.named_parameters()) & trained:
+            found -= _names(prefix, layer.named_buffers())
+    return found
+
+
+def _head(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Which of the names belong to the head."""
+    declared = getattr(module, "head_modules", None)
+    if declared:
+        return {name for name in names if name.startswith(tuple(f"{part}." for part in declared))}
+    return {f"{head_of(module)}{name}" for name in ("weight", "bias")} & set(names)
 
 
 def head_of(module: nn.Module) -> str:

@@ -14,7 +14,7 @@ from polytempo.data.partition import Array, Assignment, even_groups
 from polytempo.data.pool import Pool, take
 from polytempo.data.shift import Shift
 from polytempo.data.split import split
-from polytempo.data.text import build_vocabulary, encode, words
+from polytempo.data.text import build_vocabulary, encode, tokenized, words
 
 
 def verify(assignment: Assignment, clients: int, samples: int) -> None:
@@ -79,6 +79,14 @@ def to_tensor(
     pool: Pool, order: Array, train: tuple[slice, ...]
 ) -> tuple[torch.Tensor, int | None]:
     """The samples in that order, and the size of the vocabulary if they are text."""
+    if pool.tokenizer is not None:
+        if not isinstance(pool.x, list):
+            raise PolytempoError(
+                f"{pool.tokenizer.name} reads texts, but the samples of {pool.name} are "
+                f"{pool.x.dtype} of shape {pool.x.shape[1:]}; use another model, or texts"
+            )
+        tokens = tokenized(pool.x, pool.tokenizer, pool.length)
+        return torch.from_numpy(tokens[order].astype(np.int64)), pool.tokenizer.vocabulary
     x = take(pool.x, order)
     if isinstance(x, list):
         texts = [words(text, pool.length) for text in x]

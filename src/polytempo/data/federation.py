@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -32,6 +32,7 @@ from polytempo.data.shift import SHIFTS, Shift
 from polytempo.data.source import Request
 from polytempo.data.sources import is_path, open_pool
 from polytempo.data.targets import LABELLED, kind_of, number_of_outputs, strata, targets
+from polytempo.data.text import Tokenizer
 
 PartitionSpec = str | Mapping[str, Any] | Partitioner
 ShiftSpec = str | Mapping[str, Any] | Shift
@@ -52,6 +53,7 @@ class Federation:
     mean, std: per channel, for images; `prepare` applies them.
     partition: how the samples were divided, as a table of settings.
     names: what clients are called, where they have names.
+    tokenizer: digest of the tokenizer whose tokens these are; None: texts are numbered words.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Federation:
     partition: Mapping[str, Any]
     problem: str = "classification"
     names: tuple[str, ...] | None = None
+    tokenizer: str | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -191,6 +194,7 @@ class Federation:
         limit: int | None = None,
         problem: str | None = None,
         validation: float = 0.0,
+        tokenizer: Tokenizer | None = None,
     ) -> Federation:
         """A named data set, divided among clients. The seed decides everything.
 
@@ -210,12 +214,14 @@ class Federation:
         problem: what the targets in files of your own are for, where it cannot be guessed.
         validation: for tuning: the test samples are left out, and this fraction of each client's
             training samples takes their place.
+        tokenizer: that of a pre-trained model, for texts: `polytempo.tokenizer("hf:PATH")`.
         """
         pool = open_pool(name, Request(data_dir, clients, seed), problem)
         if isinstance(name, Mapping):
             title = spell(name)
         else:
             title = pool.name if is_path(name) else str(name)
+        pool = replace(pool, tokenizer=tokenizer)
         return cls._divide(
             pool, title, clients, partition, shift, test_fraction, seed, limit, validation
         )
@@ -238,11 +244,13 @@ class Federation:
         problem: str | None = None,
         length: int = 128,
         vocabulary: int = 32_000,
+        tokenizer: Tokenizer | None = None,
     ) -> Federation:
         """Pooled samples of your own, divided among clients as by `load`.
 
         x: arrays or tensors as in `from_arrays`, or a list of texts (of which `length` words are
-            kept, and `vocabulary` words known). y, problem: as in `from_arrays`.
+            kept, and `vocabulary` words known; `tokenizer` as in `load`). y, problem: as in
+            `from_arrays`.
         users: whom each sample belongs to.
         """
         found = features(x, name)
@@ -259,6 +267,7 @@ class Federation:
             length=length,
             vocabulary=vocabulary,
             problem=problem,
+            tokenizer=tokenizer,
         )
         return cls._divide(pool, name, clients, partition, shift, test_fraction, seed, limit)
 
@@ -275,6 +284,7 @@ class Federation:
         names: Sequence[Any] | None = None,
         groups: Sequence[Any] | None = None,
         target: str | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> Federation:
         """Your own clients, each a pair (X, y) of arrays or tensors; by name, if they are a
         dictionary.
@@ -293,12 +303,14 @@ class Federation:
         classes: how many labels or tokens there are; by default as many as occur.
         problem: one of these four, where it cannot be guessed from y.
         names: what the clients are called. groups: the true group of each, a number or a word.
+        tokenizer: as in `load`.
         """
         found, called = listed(clients, names)
         who = [f"client {called[i] if called else i}" for i in range(len(found))]
         given = [arrays_of(client, label, target) for client, label in zip(found, who, strict=True)]
         known = group_numbers(groups, len(found))
         pool = pool_clients(name, given, who, classes, problem, known, called)
+        pool = replace(pool, tokenizer=tokenizer)
         return cls._divide(pool, name, None, None, None, test_fraction, seed, None)
 
     @classmethod
@@ -397,4 +409,5 @@ class Federation:
             partition=PARTITIONS.describe(divider),
             problem=pool.problem,
             names=names,
+            tokenizer=None if pool.tokenizer is None else pool.tokenizer.digest,
         )

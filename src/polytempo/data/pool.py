@@ -11,6 +11,7 @@ import torch
 from polytempo.core.errors import PolytempoError
 from polytempo.core.rng import rng
 from polytempo.data.partition import Array
+from polytempo.data.text import Tokenizer
 
 Features = Array | list[str]
 TOKENS = 2**17  # integers from here on are taken for features that were not converted
@@ -39,6 +40,7 @@ class Pool:
     vocabulary: int = 32_000  # at most, for text
     problem: str = "classification"
     names: tuple[str, ...] | None = None  # of the users, in the order of their numbers
+    tokenizer: Tokenizer | None = None  # of a pre-trained model, for text
 
     def subset(self, limit: int | None, seed: int) -> Pool:
         """A random subset of at most `limit` samples, in their original order."""

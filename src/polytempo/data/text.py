@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
 from polytempo.core.errors import PolytempoError
+from polytempo.data.cache import cached
 from polytempo.data.partition import Array
 
 PADDING, UNKNOWN = 0, 1
@@ -41,3 +44,28 @@ def encode(texts: Sequence[Sequence[str]], vocabulary: dict[str, int], length: i
         found = [vocabulary.get(word, UNKNOWN) for word in text[:length]]
         tokens[row, : len(found)] = found
     return tokens
+
+
+class Tokenizer(Protocol):
+    """That of a pre-trained model: it knows its tokens before it has seen a text.
+
+    name: for people; digest: of all that tokens depend on; vocabulary: tokens are below it, and 0
+    is padding.
+    """
+
+    name: str
+    digest: str
+    vocabulary: int
+
+    def __call__(self, texts: Sequence[str], length: int) -> Array:
+        """Tokens [texts, length], cut or padded at the end."""
+        ...
+
+
+def tokenized(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Array:
+    """The same, as kept from an earlier run if there was one."""
+    digest = hashlib.blake2b(f"{tokenizer.digest} {length}".encode(), digest_size=16)
+    for text in texts:
+        digest.update(hashlib.blake2b(text.encode("utf8", "replace")).digest())
+    name = f"tokens-{digest.hexdigest()}"
+    return cached(name, [], len(texts), lambda: tokenizer(texts, length))

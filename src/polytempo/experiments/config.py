@@ -24,6 +24,7 @@ from polytempo.core.strategy import Refill, Strategy
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS, Federation
 from polytempo.files import replace_text
+from polytempo.models import trained_parts
 from polytempo.native.sweep import compiled_sweep, on_threads
 from polytempo.simulation import DEVICES, DROPOUTS, NETWORKS
 from polytempo.storage import mapped
@@ -87,7 +88,9 @@ class RunConfig(BaseModel):
         None, description="use only this many samples, drawn at random"
     )
     model: Spec = Field(
-        "auto", description="linear, mlp, lenet, cnn64, textcnn, gru, resnet18, or module:factory"
+        "auto",
+        description="linear, mlp, lenet, cnn64, textcnn, gru, resnet18, hf:PATH (a pre-trained "
+        "transformer for texts, from a folder or the hub), or module:factory",
     )
     problem: Spec | None = Field(
         None,
@@ -106,6 +109,11 @@ class RunConfig(BaseModel):
     )
     freeze: str | None = Field(
         None, description="part of the model that is never trained or sent; as for personal"
+    )
+    trainable: str | None = Field(
+        None,
+        description="what is trained, all else being frozen: all, head, comma-separated patterns "
+        "of parameter names, or lora:r=8,alpha=16 (adapters and head) (default: all)",
     )
     rounds: Annotated[int, Field(ge=1)] = Field(
         400, description="number of updates that the server folds in (p2p: of local rounds)"
@@ -212,6 +220,12 @@ class RunConfig(BaseModel):
         registry = REGISTRIES[str(info.field_name)]
         return registry.describe(registry.create(value))
 
+    @pydantic.field_validator("trainable")
+    @classmethod
+    def _can_be_trained(cls, value: str | None) -> str | None:
+        trained_parts(value)
+        return value
+
     @pydantic.field_validator("solver", "backend", mode="before")
     @classmethod
     def _renamed(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
@@ -282,16 +296,16 @@ class RunConfig(BaseModel):
         """What of the model is not simply shared: as the run says, or else its strategy (the
         object, if there is one)."""
         strategy = strategy or self.make("strategy")
-        frozen = _words(self.freeze)
+        frozen, trained = _words(self.freeze), trained_parts(self.trainable)
         if self.personal is None:
-            return Parts(list(strategy.personal), frozen, self.buffers)
+            return Parts(list(strategy.personal), frozen, self.buffers, trained)
         personal = _words(self.personal)
         if strategy.personal and not personal:
             raise PolytempoError(
                 f"{strategy.name} keeps a part of the model with its clients; name another than "
                 f"{','.join(strategy.personal)} with --personal, or use a strategy without"
             )
-        return Parts(personal, frozen, self.buffers)
+        return Parts(personal, frozen, self.buffers, trained)
 
 
 def _words(listed: str | None) -> list[str]:

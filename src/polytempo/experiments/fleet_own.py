@@ -148,7 +148,8 @@ def serve(
         if shape is None or outputs is None:
             raise PolytempoError(f"serve: the model {parameters!r} needs shape=... and outputs=...")
         kind = config.make("problem").targets if config.problem is not None else None
-        samples = samples_like(shape, outputs, None, kind or "classification", clients)
+        kind = kind or "classification"
+        samples = samples_like(shape, outputs, None, kind, clients, parameters)
         config = resolved(config, chosen, clients, samples.about)
         what = undertaking(config, samples, chosen)
     else:
@@ -199,7 +200,8 @@ def _module(module: nn.Module) -> Model:
 
 
 NOTHING: dict[str, Any] = {  # what such a server says of the model
-    **dict.fromkeys(("model", "shape", "outputs", "vocabulary", "scale")),
+    **dict.fromkeys(("model", "shape", "outputs", "vocabulary", "scale", "tokenizer", "frozen")),
+    "trainable": None,
     "personal": [],
     "freeze": [],
     "buffers": "share",

@@ -49,13 +49,14 @@ class Model:
 
     @property
     def digest(self) -> str:
-        return digest_of((name, shape) for name, shape, *_ in self.layout)
+        shared = ((name, shape) for name, shape, *_ in self.layout)
+        return digest_of(shared, self.about.get("frozen") or "")
 
 
 def model_of(config: RunConfig, samples: Samples) -> Model:
     """The model that the settings describe."""
     inputs, parts = samples.inputs, config.parts(config.make("strategy"))
-    layout = Layout(build(config.model, inputs, config.seed), parts)
+    layout = Layout(build(config.model, inputs, config.seed, config.trainable), parts)
     kind = str(layout.vector.dtype).removeprefix("torch.")
     shapes = zip(layout.shared_names, layout.shared_shapes, strict=True)
     about = {
@@ -63,10 +64,13 @@ def model_of(config: RunConfig, samples: Samples) -> Model:
         "shape": list(inputs.shape),
         "outputs": inputs.outputs,
         "vocabulary": inputs.vocabulary,
+        "tokenizer": inputs.tokenizer,
         "scale": samples.scale,
         "personal": list(parts.personal),
         "freeze": list(parts.frozen),
         "buffers": parts.buffers,
+        "trainable": config.trainable,
+        "frozen": layout.frozen_digest,
     }
     entries = [[name, shape, kind] for name, shape in shapes]
     return Model(entries, layout.read(), layout.tensors, about)

@@ -6,8 +6,8 @@ Each setting of `RunConfig`, other than `strategy`, is in one of the groups belo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,17 @@ from polytempo.experiments.config import FEDERATION, RunConfig
 from polytempo.experiments.peer import client_of
 from polytempo.experiments.peer_settings import refuse
 from polytempo.experiments.run import load_federation, resolve
-from polytempo.models import Inputs
+from polytempo.models import Inputs, tokenizer
 from polytempo.nodes.plan import Patience
 from polytempo.simulation.simulator import slots_of
 from polytempo.training import PROBLEMS, Problem, problem_for
 from polytempo.training.problem import Own
 
 OF_SERVER = (
-    *("model", "problem", "buffers", "personal", "freeze", "rounds", "slots", "refill", "epochs"),
-    *("steps", "batch_size", "lr", "lr_schedule", "optimizer", "momentum", "weight_decay"),
-    *("keep_optimizer", "eval_every", "adapt_epochs", "adapt_always", "bank", "seed"),
+    *("model", "problem", "buffers", "personal", "freeze", "trainable", "rounds", "slots"),
+    *("refill", "epochs", "steps", "batch_size", "lr", "lr_schedule", "optimizer", "momentum"),
+    *("weight_decay", "keep_optimizer", "eval_every", "adapt_epochs", "adapt_always", "bank"),
+    "seed",
 )
 OF_CLIENT = ("solver", "device")  # how it trains; and whose data it has
 SERVER_SETTINGS = (*FEDERATION, *OF_SERVER)
@@ -89,10 +90,9 @@ class Samples:
 
 def samples_of(federation: Federation) -> Samples:
     """A server that has the data set, or a part of it, knows all of this from there."""
-    shape, outputs = federation.shape, federation.outputs
     mean, std = federation.mean, federation.std
     return Samples(
-        Inputs(shape, outputs, federation.vocabulary, federation.problem),
+        Inputs.of(federation),
         federation.description,
         federation.clients,
         None if mean is None or std is None else (mean, std),
@@ -101,10 +101,18 @@ def samples_of(federation: Federation) -> Samples:
 
 
 def samples_like(
-    shape: Sequence[int], outputs: int, vocabulary: int | None, problem: str, clients: int
+    shape: Sequence[int],
+    outputs: int,
+    vocabulary: int | None,
+    problem: str,
+    clients: int,
+    model: str | Mapping[str, Any] = "auto",
 ) -> Samples:
-    """A server that has none is told."""
-    inputs = Inputs(tuple(shape), outputs, vocabulary, problem)
+    """A server that has none is told; the tokens of texts, by the model's tokenizer."""
+    digest = None
+    if (found := tokenizer(model)) is not None:
+        vocabulary, digest = found.vocabulary, found.digest
+    inputs = Inputs(tuple(shape), outputs, vocabulary, problem, digest)
     targets = {
         "classification": torch.zeros(2, dtype=torch.int64),
         "multilabel": torch.zeros(2, outputs, dtype=torch.int64),
@@ -193,7 +201,12 @@ def known(
         )
     kind = config.make("problem").targets if config.problem is not None else None
     samples = samples_like(
-        read_shape(shape), outputs, vocabulary, kind or "classification", config.clients
+        read_shape(shape),
+        outputs,
+        vocabulary,
+        kind or "classification",
+        config.clients,
+        config.model,
     )
     return resolved(config, strategy, samples.clients, samples.about), samples
 
@@ -270,6 +283,7 @@ def own_samples(config: RunConfig, name: str, client: int | None) -> Federation:
             test_fraction=config.test_fraction,
             seed=config.seed,
             problem=kind,
+            tokenizer=tokenizer(config.model),
         )
         return _checked(found, path.name)
     federation = load_federation(config)
@@ -286,20 +300,14 @@ def alone(federation: Federation, client: int) -> Federation:
     """That client's part of the federation, prepared as the whole of it is."""
     train, test = federation.train[client], federation.test[client]
     begin, count = train.start, train.stop - train.start
-    return Federation(
-        name=federation.name,
+    return replace(
+        federation,
         x=federation.x[begin : test.stop].clone(),
         y=federation.y[begin : test.stop].clone(),
         train=(slice(0, count),),
         test=(slice(count, test.stop - begin),),
-        outputs=federation.outputs,
         groups=None,
-        mean=federation.mean,
-        std=federation.std,
-        vocabulary=federation.vocabulary,
         description=f"client {client} of {federation.description}",
-        partition=federation.partition,
-        problem=federation.problem,
     )
 
 

@@ -23,7 +23,7 @@ from polytempo.core.registry import parse
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.files import replacing
-from polytempo.models import Inputs, build
+from polytempo.models import Inputs, build, trained_parts
 from polytempo.network.fleet.reading import read_task
 from polytempo.nodes.client import Memory
 from polytempo.nodes.star import Examine, Sums
@@ -40,7 +40,7 @@ from polytempo.training import (
     try_model,
 )
 
-MODEL = "model.safetensors"  # in the client's folder: the model that it was handed last
+MODEL = "model.safetensors"  # in the client's folder: the model handed last, without frozen parts
 
 
 class SolverTraining:
@@ -100,14 +100,17 @@ class SolverTrainer:
             return
         inputs = self._inputs(run)
         self.data = replace(self.data, outputs=inputs.outputs, **_scale(run))
-        module = build(self._model(run), inputs, run["seed"])
+        trainable = run.get("trainable")  # servers of earlier versions do not say
+        module = build(self._model(run), inputs, run["seed"], trainable)
         try_model(module, self.data, self.problem)
-        parts = Parts(run["personal"], run["freeze"], run["buffers"])
+        trained = trained_parts(trainable)
+        parts = Parts(run["personal"], run["freeze"], run["buffers"], trained)
         solver, how, why = make_solver(
             module, self.data, run["seed"], parts, self.device, self.problem, name=self.name
         )
         ours = zip(solver.layout.shared_names, solver.layout.shared_shapes, strict=True)
         _compare([[name, shape] for name, shape in ours], [entry[:2] for entry in run["layout"]])
+        _compare_frozen(solver.layout.frozen_digest, run.get("frozen"))
         self.task = read_task(run["task"])
         self.solver, self.how, self._run = solver, how + why, run
 
@@ -119,9 +122,7 @@ class SolverTrainer:
                     "the server was given parameters, and does not say what model they belong to; "
                     "join with polytempo.join and your own training code, or give --model here"
                 )
-            return Inputs(
-                self.data.shape, self.data.outputs, self.data.vocabulary, self.data.problem
-            )
+            return Inputs.of(self.data)
         shape, outputs, vocabulary = tuple(run["shape"]), run["outputs"], run["vocabulary"]
         if self.data.shape != shape:
             raise PolytempoError(
@@ -141,17 +142,23 @@ class SolverTrainer:
                 f"the server's model knows {vocabulary or 'no'} tokens, and {self.data.name} has "
                 f"{'numbers' if self.data.vocabulary is None else self.data.vocabulary}"
             )
-        return Inputs(shape, outputs, vocabulary, self.data.problem)
+        if run.get("tokenizer") != self.data.tokenizer:
+            raise PolytempoError(
+                f"the server's texts are made tokens by the tokenizer {_or_words(run)}, those of "
+                f"{self.data.name} by {self.data.tokenizer or 'words'}; give --model with the "
+                "files of the server's model"
+            )
+        return Inputs(shape, outputs, vocabulary, self.data.problem, self.data.tokenizer)
 
     def _model(self, run: Mapping[str, Any]) -> str | Mapping[str, Any]:
         if self.model is not None:
             return self.model
         found: str | Mapping[str, Any] = run["model"]
         name = parse(found)[0] if isinstance(found, str) else str(found.get("name"))
-        if ":" in name:
+        if ":" in name or name == "hf":
             raise PolytempoError(
-                f"the server's model is code of its own, {name!r}, which a client does not import "
-                f"on its word; give --model {name} here as well"
+                f"the server's model is code or files of its own, {name!r}, which a client does "
+                f"not load on its word; give --model {name} here as well"
             )
         return found
 
@@ -210,7 +217,7 @@ class SolverTrainer:
         solver, remembered = self._ready(), self._remembered(memory)
         offset = solver.offset(0, with_offset(self.task.client_steps))
         used = self._in_use(params, remembered)
-        state = solver.layout.state(used, remembered.get(PERSONAL), offset)
+        state = solver.layout.state(used, remembered.get(PERSONAL), offset, frozen=False)
         with replacing(self.folder / MODEL) as partial:
             save_file(state, str(partial))
 
@@ -247,6 +254,20 @@ def _compare(ours: list[list[Any]], theirs: list[list[Any]]) -> None:
             f"the client's model has {len(ours)} shared tensors, the server's {len(theirs)}; give "
             "both the same --model, --personal and --freeze"
         )
+
+
+def _compare_frozen(ours: str, theirs: str | None) -> None:
+    """What never travels must be the same from the start."""
+    if theirs is not None and ours != theirs:
+        raise PolytempoError(
+            f"the frozen part of the client's model has digest {ours or 'none'}, that of the "
+            f"server's {theirs or 'none'}: the same names and shapes, but other weights; give both "
+            "the files of the same pre-trained model"
+        )
+
+
+def _or_words(run: Mapping[str, Any]) -> str:
+    return run.get("tokenizer") or "of words"
 
 
 def _times(shape: Any) -> str:

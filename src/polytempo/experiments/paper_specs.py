@@ -1,5 +1,7 @@
 """Experiments of papers, as TOML files: `papers/<paper>/<table or figure>.toml`.
 
+A setting "none" leaves open what is set for the paper's other experiments.
+
 A file names columns (`data set/split`) and rows (methods), both described in the paper's
 `common.toml`, and holds the published figures. A method may have a grid: it is run with every value
 of it, and the best counts.
@@ -196,6 +198,7 @@ class Experiment(_Part):
             settings |= {**variant.settings, **variant.datasets.get(column.partition("/")[0], {})}
         settings |= method.settings
         settings |= {"strategy": method.strategy, **split.methods.get(row, {})}
+        settings = {key: value for key, value in settings.items() if value != "none"}
         settings = self.adjusted(settings, quick)
         strategy = filled(str(settings["strategy"]), settings)
         if choice:

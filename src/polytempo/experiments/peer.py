@@ -32,8 +32,8 @@ from polytempo.training import Learner, Score, find_device, make_solver, try_mod
 SAVE_ROUNDS = 100  # local rounds between two saves, unless it is said otherwise
 EXCHANGE_SECONDS = 20.0  # for a model each way, unless it is said otherwise
 FIXED = (  # with the data, the name of the run and the strategy: what makes a peer the same peer
-    *("seed", "model", "problem", "buffers", "personal", "freeze", "batch_size", "lr"),
-    "optimizer",
+    *("seed", "model", "problem", "buffers", "personal", "freeze", "trainable"),
+    *("batch_size", "lr", "optimizer"),
 )
 
 
@@ -79,8 +79,7 @@ def run_peer(
     federation = load_federation(config)
     clients = federation.clients
     client = client_of(id, client, clients)
-    inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
-    module = build(config.model, inputs, config.seed)
+    module = build(config.model, Inputs.of(federation), config.seed, config.trainable)
     try_model(module, federation, config.problem_on(federation))
     solver, how, why = make_solver(
         module,

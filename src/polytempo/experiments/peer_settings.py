@@ -15,8 +15,9 @@ from polytempo.strategies.p2p import P2P
 
 PEER_SETTINGS = (  # those that a peer on a network has options for
     *FEDERATION,
-    *("model", "problem", "buffers", "personal", "freeze", "rounds", "messages", "batch_size"),
-    *("lr", "optimizer", "momentum", "weight_decay", "eval_every", "solver", "device", "seed"),
+    *("model", "problem", "buffers", "personal", "freeze", "trainable", "rounds", "messages"),
+    *("batch_size", "lr", "optimizer", "momentum", "weight_decay", "eval_every", "solver"),
+    *("device", "seed"),
 )
 WORLD = (  # a simulated world, and what is measured in it: on a network, reality takes its place
     *("devices", "network", "dropout", "slots", "backend", "workers"),

@@ -295,7 +295,7 @@ def _all_here(experiment: Experiment, columns: Sequence[str], data_dir: str | No
     """Say at once which data set is missing, not after hours."""
     missing = {info.name for info in available(data_dir) if not info.available}
     for column in columns:
-        data = experiment.column(column)[0].settings["data"]
+        data = str(experiment.column(column)[0].settings["data"]).partition(":")[0]
         if data in missing:
             raise PolytempoError(
                 f"{column}: the files of {data} are not here; get them with `polytempo data get "

@@ -31,7 +31,8 @@ from polytempo.experiments.config import (
 from polytempo.experiments.peer_settings import refuse_server_settings
 from polytempo.experiments.result import RunResult, summarise, write_result, write_table
 from polytempo.files import Appended, Claim
-from polytempo.models import MODELS, Inputs, Model, build
+from polytempo.models import MODELS, Inputs, Model, build, tokenizer
+from polytempo.models.pretrained import path_of
 from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.engine import Observer, World
 from polytempo.simulation.reference import Constants, PooledData
@@ -285,6 +286,7 @@ def load_federation(config: RunConfig) -> Federation:
         seed=config.seed,
         data_dir=config.data_dir,
         limit=config.limit,
+        tokenizer=tokenizer(config.model),
     )
 
 
@@ -296,7 +298,8 @@ class LastFederation:
         self._federation: Federation | None = None
 
     def __call__(self, config: RunConfig) -> Federation:
-        wanted = (config.seed, *(getattr(config, name) for name in FEDERATION))
+        read_by = path_of(config.model)
+        wanted = (config.seed, read_by, *(getattr(config, name) for name in FEDERATION))
         if self._federation is None or wanted != self._wanted:
             self._federation = None  # it may go before the next one comes
             self._federation = load_federation(config)
@@ -308,8 +311,7 @@ def make_simulator(
     config: RunConfig, federation: Federation, model: Model, strategy: Strategy | None = None
 ) -> Engine:
     """The world that the settings describe, at time 0."""
-    inputs = Inputs(federation.shape, federation.outputs, federation.vocabulary, federation.problem)
-    module = build(model, inputs, config.seed)
+    module = build(model, Inputs.of(federation), config.seed, config.trainable)
     try_model(module, federation, config.problem_on(federation))
     strategy = strategy or config.make("strategy")
     parts = config.parts(strategy)
@@ -381,9 +383,11 @@ def _as_reference(
     if isinstance(strategy, Majority):
         return Constants(federation, module, strategy, rounds=config.rounds, **world)
 
+    frozen = {id(p): p for p in module.parameters() if not p.requires_grad}  # exists once
+
     def trainer_on(data: Federation) -> Solver:
         return make_solver(
-            copy.deepcopy(module),
+            copy.deepcopy(module, dict(frozen)),
             data,
             config.seed,
             config.parts(strategy),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from polytempo.models.adapters import trained_parts
 from polytempo.models.factory import Model, automatic, build
 from polytempo.models.feedforward import CNN64, MLP, LeNet, Linear
+from polytempo.models.pretrained import HuggingFace, tokenizer
 from polytempo.models.recurrent import GRU
 from polytempo.models.resnet import ResNet18
 from polytempo.models.spec import MODELS, Inputs, ModelSpec
@@ -14,6 +16,7 @@ __all__ = [
     "GRU",
     "MLP",
     "MODELS",
+    "HuggingFace",
     "Inputs",
     "LeNet",
     "Linear",
@@ -23,4 +26,6 @@ __all__ = [
     "TextCNN",
     "automatic",
     "build",
+    "tokenizer",
+    "trained_parts",
 ]

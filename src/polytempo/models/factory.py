@@ -12,24 +12,28 @@ from torch import nn
 from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import parse
 from polytempo.core.rng import stream_seed
+from polytempo.models.adapters import insert_adapters
 from polytempo.models.randomness import own_torch_randomness
 from polytempo.models.spec import MODELS, Inputs, ModelSpec, for_tokens
 
 Model = str | Mapping[str, Any] | ModelSpec | Callable[..., nn.Module]
 
 
-def build(model: Model, inputs: Inputs, seed: int) -> nn.Module:
+def build(model: Model, inputs: Inputs, seed: int, trainable: str | None = None) -> nn.Module:
     """The module that `model` describes, for data like `inputs`.
 
     model:  a name with options ("mlp:hidden=[64,64]"), a table, an options object, "auto", or a
             factory of your own (a callable, or "module:name"). A factory that needs one argument
             is given `inputs`; one that needs none is called without.
     seed:   decides the initial weights, bit for bit; the global random state is left as it was
+    trainable: "lora:r=8,alpha=16" adds adapters (what is trained is for `core.layout` to say)
     """
     with own_torch_randomness():
         # Only the CPU's generator: torch.manual_seed would also reseed every GPU, unforked.
         torch.default_generator.manual_seed(stream_seed(seed, "model") % 2**63)
         made = _make(model, inputs)
+        if trainable is not None and isinstance(made, nn.Module):
+            insert_adapters(made, trainable)
     if not isinstance(made, nn.Module):
         raise PolytempoError(
             f"model {_called(model)} made a {type(made).__name__}; it must make a torch.nn.Module"
@@ -79,6 +83,9 @@ def _from_name(model: str | Mapping[str, Any], inputs: Inputs) -> object:
         name = automatic(inputs)
         given = {key: value for key, value in given.items() if key != "name"} | {"name": name}
         return MODELS.create(given)
+    if name.startswith("hf:"):
+        given.pop("name", None)
+        return MODELS.create({**given, "name": "hf", "path": name.removeprefix("hf:")})
     if ":" not in name:
         return MODELS.create(model)
     maker: Any = MODELS[name]

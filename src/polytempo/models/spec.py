@@ -11,6 +11,21 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.registry import Registry
 
 
+class Described(Protocol):
+    """Data, as far as a model has to know them: a federation."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def vocabulary(self) -> int | None: ...
+    @property
+    def problem(self) -> str: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What the data demand of a model.
@@ -20,12 +35,19 @@ class Inputs:
                 next-token, of every token of a sample
     vocabulary: how many different tokens there are (0 is padding), or None if the data are numbers
     problem:    "classification", "multilabel", "regression" or "next-token"
+    tokenizer:  digest of the tokenizer that has made the tokens, or None if they are words
     """
 
     shape: tuple[int, ...]
     outputs: int
     vocabulary: int | None = None
     problem: str = "classification"
+    tokenizer: str | None = None
+
+    @classmethod
+    def of(cls, data: Described) -> Inputs:
+        """What these data demand."""
+        return cls(data.shape, data.outputs, data.vocabulary, data.problem, data.tokenizer)
 
     @property
     def classes(self) -> int:

@@ -417,6 +417,7 @@ class Engine:
         return {
             "format": FORMAT,
             "data": self.federation.digest,
+            "frozen": self.layout.frozen_digest,
             "time": self.time,
             "queue": self.queue,
             "counter": self.counter,
@@ -444,6 +445,11 @@ class Engine:
             raise PolytempoError(
                 f"the checkpoint was made on data other than the present "
                 f"{self.federation.description}; restore the old files, or start a new run"
+            )
+        if state.get("frozen", "") not in ("", self.layout.frozen_digest):
+            raise PolytempoError(
+                "the checkpoint was made with another frozen part of the model; restore the files "
+                "of the pre-trained model, or start a new run"
             )
         missing = self.extensions.keys() - state["extensions"].keys()
         if missing:

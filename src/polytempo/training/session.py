@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from polytempo.training.solvers.autograd import AutogradSolver
 
 _AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
-EVALUATION_BATCH = 512  # samples at once through a model that is not being trained
 IntArray = NDArray[np.int64]
 
 
@@ -187,7 +186,8 @@ class Session:
         layout.load_whole(self.vector)
         layout.module.eval()
         x, _ = self.shard()
-        parts = [x[k : k + EVALUATION_BATCH] for k in range(0, len(x), EVALUATION_BATCH)]
+        at_once = self.solver.at_once
+        parts = [x[k : k + at_once] for k in range(0, len(x), at_once)]
         found = [last_features(layout.module, self.solver.inputs(part)) for part in parts]
         return torch.cat(found).cpu()
 

@@ -22,9 +22,10 @@ from polytempo.models.randomness import own_torch_randomness
 from polytempo.training.features import last_features
 from polytempo.training.jobs import PERSONAL, Exam, Job, Outcome
 from polytempo.training.problem import Problem, Score, problem_for
-from polytempo.training.session import EVALUATION_BATCH, Session
+from polytempo.training.session import Session
 from polytempo.training.solvers.vocabulary import Vocabulary
 
+EVALUATION_BATCH = 512  # samples at once through a model that is not being trained
 Answer = Callable[[Tensor, slice], Tensor]
 
 
@@ -65,6 +66,7 @@ class AutogradSolver:
         self.layout = Layout(module, parts, device)
         self.federation, self.seed, self.parts = federation, seed, parts
         self.device = self.layout.vector.device
+        self.at_once: int = getattr(module, "evaluation_batch", EVALUATION_BATCH)
         self.x, self.y = federation.x.to(self.device), federation.y.to(self.device)
         self.vocabulary = Vocabulary.of(self.layout) if federation.vocabulary else None
 
@@ -112,8 +114,8 @@ class AutogradSolver:
     def features(self, shard: slice) -> Tensor:
         """What enters the last linear layer of the model that is loaded, for these samples."""
         module = self.layout.module.eval()
-        begins = range(shard.start, shard.stop, EVALUATION_BATCH)
-        parts = [self.x[k : min(k + EVALUATION_BATCH, shard.stop)] for k in begins]
+        begins = range(shard.start, shard.stop, self.at_once)
+        parts = [self.x[k : min(k + self.at_once, shard.stop)] for k in begins]
         return torch.cat([last_features(module, self.inputs(part)) for part in parts])
 
     def offset(self, client: int, steps: Sequence[ClientStep]) -> Tensor | None:
@@ -135,8 +137,8 @@ class AutogradSolver:
         """The model that is loaded, with this added to its outputs and this made of them, on these
         samples (under inference_mode)."""
         found = Score({})
-        for begin in range(shard.start, shard.stop, EVALUATION_BATCH):
-            part = slice(begin, min(begin + EVALUATION_BATCH, shard.stop))
+        for begin in range(shard.start, shard.stop, self.at_once):
+            part = slice(begin, min(begin + self.at_once, shard.stop))
             outputs = self.outputs(part)
             outputs = outputs if offset is None else outputs + offset
             outputs = outputs if answer is None else answer(outputs, part)
