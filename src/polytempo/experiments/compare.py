@@ -94,6 +94,7 @@ class Comparison:
     def table(self) -> list[dict[str, str]]:
         """One row per strategy: mean and, over several seeds, spread."""
         metric, clustered = self.metric, known_of_clusters(self.results)
+        private = any(r.summary.get("privacy") for found in self.results.values() for r in found)
         if isinstance(self.target, float):
             share, value = metric.text(self.target), f"{metric.name} {self.target:g}"
             goal = f"s to {share if metric.share else value}"
@@ -110,7 +111,9 @@ class Comparison:
                 "seconds": spread([r.seconds_taken for r in found]),
                 goal: spread([r.time_to(self.target_of(i)) for i, r in enumerate(found)]),
                 **of_clusters(found, clustered),
+                **({"epsilon": spread([epsilon(r) for r in found], none="-")} if private else {}),
                 "messages": spread([messages(r) for r in found], digits=0),
+                "MB uploaded": spread([uploaded(r) for r in found], none="-"),
             }
             for label, found in self.rows().items()
         ]
@@ -266,6 +269,18 @@ def slug(label: str) -> str:
 
 def messages(result: RunResult) -> float:
     return float(models_sent(result.summary["messages"]))
+
+
+def uploaded(result: RunResult) -> float | None:
+    """Megabytes of what clients sent to the server."""
+    found = result.summary["messages"].get("upload_bytes")
+    return None if found is None else float(found) / 1e6
+
+
+def epsilon(result: RunResult) -> float | None:
+    """What the client with most uploads has spent of its privacy."""
+    found = result.summary.get("privacy")
+    return None if found is None else found["epsilon_max"]
 
 
 def spread(

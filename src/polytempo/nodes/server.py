@@ -179,6 +179,7 @@ class ServerNode:
         self.messages = Counter(dispatch=0, upload=0, multicast=0, exam=0)
         self.bytes = Counter(self.messages)
         self.staleness: Counter[int] = Counter()
+        self.trainings: Counter[int] = Counter()  # by client: each has one upload at most
         self.revoked: set[int] = set()
         # Not saved: who is connected now, and the names of those that are about to enrol.
         self.here: set[str] = set()
@@ -584,6 +585,7 @@ class ServerNode:
                 kind = "multicast" if action.preempt else "dispatch"
                 if not action.preempt:
                     self.since[client] = self.time
+                    self.trainings[client] += 1
                 self.outstanding[client] = action
                 self._count(kind, action.nbytes)
                 event = events.Multicast if action.preempt else events.Dispatch
@@ -635,6 +637,7 @@ class ServerNode:
             "messages": dict(self.messages),
             "bytes": dict(self.bytes),
             "staleness": [list(pair) for pair in self.staleness.items()],
+            "trainings": [list(pair) for pair in self.trainings.items()],
             "revoked": sorted(self.revoked),
         }
 
@@ -656,6 +659,7 @@ class ServerNode:
         self.applied, self.events, self.time = state["applied"], state["events"], state["time"]
         self.messages, self.bytes = Counter(state["messages"]), Counter(state["bytes"])
         self.staleness = Counter(dict(state["staleness"]))
+        self.trainings = Counter(dict(state["trainings"]))
         self.revoked = set(state["revoked"])
 
 
