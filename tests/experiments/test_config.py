@@ -57,6 +57,10 @@ VALUES: dict[str, Any] = {
     "device": "cuda:1",
     "workers": 2,
     "bank": "disk",
+    "dp": "clip=2,noise=0.5",
+    "compress": "topk:0.25",
+    "attack": "sign-flip:share=0.3",
+    "defend": "norm:times=2",
     "diagnose": 5,
     "seed": 3,
     "check": True,
@@ -125,6 +129,15 @@ def test_momentum_and_weight_decay_are_short_for_options_of_the_optimizer():
     assert adam.task().optimizer == Adam(beta1=0.5, weight_decay=0.25)
     with pytest.raises(PolytempoError, match=r"adam: .*momentum"):
         make_config({"optimizer": "adam", "momentum": 0.5})
+
+
+def test_the_one_mechanism_of_privacy_need_not_be_named():
+    wanted = {"name": "gaussian", "clip": 1.0, "noise": 0.8, "delta": 1e-5}
+    for spelled in ("clip=1,noise=0.8", {"clip": 1, "noise": 0.8}, "gaussian:noise=0.8,clip=1"):
+        assert make_config({"dp": spelled}).dp == wanted
+    for wrong, said in (("clip=0,noise=1", "clip"), ("clip=1", "noise"), ("noisy", "no privacy")):
+        with pytest.raises(PolytempoError, match=said):
+            make_config({"dp": wrong})
 
 
 def test_parts_are_lists_of_names():

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from fleets import TINY, Tap, run_fleet, trained_as_simulated
+from polytempo import Federation, PolytempoError, Task
+from polytempo.core.client_steps import Basis
+from polytempo.core.messages import Dispatch
+from polytempo.core.privacy import Gaussian
+from polytempo.experiments.fleet_trainer import SolverTrainer
 from polytempo.experiments.replay import verify
 from polytempo.nodes.star import Continued, Offered
 from polytempo.storage import load_state
+from polytempo.training import problem_for
 
 SLOW = {3: 0.02}  # seconds after each step
 
@@ -118,6 +124,51 @@ def test_a_personal_head_never_leaves_its_client(tmp_path):
             assert raw[place : place + 8] not in seen
     sizes = {len(record.upload.vector) for record in outcome.records(Offered)}
     assert sizes == {12 * 8 + 8}
+
+
+def test_compressed_updates_are_as_small_on_the_wire_as_they_are_said_to_be(tmp_path):
+    """And the defence of a server is replayed with the rest."""
+    taps, rounds, size = [], 8, 12 * 512 + 512 + 512 * 4 + 4
+
+    def through(where):
+        taps.append(Tap(where))
+        return taps[0].address
+
+    given = {"compress": "int8", "defend": "norm:times=0.9", "model": "mlp:hidden=[512]"}
+    outcome = run_fleet(tmp_path, through=through, strategy="fedasync", rounds=rounds, **given)
+    check(outcome, rounds)
+    assert trained_as_simulated(tmp_path)[0] >= rounds  # what is left out is kept for later
+    said = outcome.result.messages["upload_bytes"]
+    assert said == rounds * (size + 4 * -(-size // 256))
+    assert said < len(taps[0].up) < rounds * 4 * size / 2
+    for record in outcome.records(Offered):
+        assert record.upload.vector.dtype == torch.int8 and len(record.upload.vector) == size
+    assert outcome.result.defence["changed"] > 0
+
+
+def test_noise_is_unknown_to_the_server(tmp_path):
+    """It knows the seed of everything else."""
+    outcome = run_fleet(tmp_path, strategy="fedasync", rounds=8, dp="clip=1,noise=2")
+    check(outcome, 8)
+    with pytest.raises(AssertionError, match="differs"):
+        trained_as_simulated(tmp_path)
+    private = outcome.result.privacy
+    with (tmp_path / "server" / "privacy.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert private["epsilon_max"] == max(float(row["epsilon"]) for row in rows) > 0
+    assert sum(int(row["uploads"]) for row in rows) >= 8
+
+
+def test_a_client_insists_on_its_privacy():
+    data = Federation.load(TINY["data"], clients=4, seed=1)
+    trainer = SolverTrainer(data, problem_for(data), privacy=Gaussian(1.0, 0.8))
+    for steps, said in (
+        ((), "insists on 0.8"),
+        ((Gaussian(1.0, 0.5),), "insists on 0.8"),
+        ((Gaussian(1.0, 0.9), Basis(2)), "upload basis"),
+    ):
+        with pytest.raises(PolytempoError, match=said):
+            trainer.begin(Dispatch(0, 0, torch.zeros(52), Task(client_steps=steps)), 0, {})
 
 
 def test_the_folder_of_a_server_holds_what_a_run_leaves(tmp_path):

@@ -6,7 +6,9 @@ import torch
 
 from polytempo import PolytempoError, serve
 from polytempo.core.client_steps import Choose
+from polytempo.core.compression import RESIDUAL, TopK
 from polytempo.core.messages import Dispatch
+from polytempo.core.privacy import Gaussian
 from polytempo.core.task import Task
 from polytempo.experiments.fleet_own import OwnAdapter, to_arrays, to_vector
 from polytempo.nodes.star import Examine
@@ -68,6 +70,19 @@ def test_what_is_uploaded_is_what_the_strategy_asks_for(upload, wanted, tmp_path
     assert training.advance(1)
     assert training.swap(Dispatch(0, 6, RECEIVED, Task(), preempt=True)) is None  # too late
     assert training.finish()[0].equal(wanted)
+
+
+def test_own_code_is_compressed_and_private_like_any_other(tmp_path):
+    training = begin(Halves(), tmp_path, client_steps=(Gaussian(1e9, 0.0), TopK(0.4)))
+    assert training.advance(1)
+    vector, extras, memory = training.finish()
+    assert vector.tolist() == [-2.0, -2.5, -3.0]  # the farthest from where they were
+    assert extras["places"].tolist() == [[4, 5, 6]]
+    assert memory[RESIDUAL].tolist() == [0.0, -0.5, -1.0, -1.5, 0.0, 0.0, 0.0]
+    private = begin(Halves(), tmp_path, client_steps=(Gaussian(1.0, 1.0),))
+    assert private.advance(1)
+    first, second = private.finish()[0], private.finish()[0]
+    assert not first.equal(second)  # drawn anew, from where nobody else can look
 
 
 def test_a_generator_continues_from_what_is_pushed_and_ends_when_asked(tmp_path):

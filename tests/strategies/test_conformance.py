@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,14 @@ import torch
 from torch import nn
 
 from polytempo import Context, PolytempoError, Server, Task, Update
+from polytempo.core.attacks import Replay
 from polytempo.core.bank import PLAIN_STORAGE, ModelBank, Storage
+from polytempo.core.compression import TopK
+from polytempo.core.defences import Norm, Trimmed
 from polytempo.core.events import as_dict
 from polytempo.core.messages import Dispatch
 from polytempo.core.optimizer import Adam
+from polytempo.core.privacy import Gaussian
 from polytempo.core.registry import default_of
 from polytempo.core.strategy import Strategy
 from polytempo.simulation import Simulator
@@ -376,6 +381,63 @@ def test_it_learns(name, small):
     history = finish(simulator(name, small), rounds=200)[1]
     assert history[-1]["accuracy"] > history[0]["accuracy"] + 0.05
     assert 0 <= history[-1]["accuracy_worst10"] <= history[-1]["accuracy"] <= 1
+
+
+# -- privacy, attacks, defences, compression: no strategy knows of them ---------------------------
+
+
+TELLING = {  # clients upload more than a vector, and it is about their data
+    name
+    for name in NAMES
+    if any(step.uploads and step.tells for step in after(name, 0).task(0).client_steps)
+}
+
+
+def noise(name, *options):
+    return () if name in TELLING else (Gaussian(*options),)
+
+
+def test_guards_that_leave_all_as_it_is_change_nothing(name, small, whole):
+    """Nothing is clipped, no noise is added, all numbers are sent, nobody is cut down. What is
+    uploaded is taken apart and put together again, which rounds."""
+    steps = (*noise(name, 1e9, 0.0), TopK(1.0))
+    simulation = simulator(name, small, steps=steps, defence=Norm(1e9))
+    log, _, final, _ = finish(simulation)
+    told = [[e for e in each if e["event"] != "evaluate"] for each in (log, whole[0])]
+    assert told[0] == told[1]
+    torch.testing.assert_close(final, whole[2], rtol=0, atol=2e-4)
+    if simulation.strategy.communicates:
+        assert simulation.server.defence.uploads == 60
+
+
+ALL_SORTS = ("fedavg", "fedbuff", "pace", "descant", "ifca", "casa+", "ace", "scaffold-async")
+
+
+@pytest.mark.parametrize("name", ALL_SORTS)
+def test_guarded_runs_resume_bit_for_bit(name, small, tmp_path):
+    options = {"steps": (*noise(name, 1.0, 0.05), TopK(0.3)), "attack": Replay(share=0.25)}
+
+    def made():
+        return simulator(name, small, defence=Trimmed(window=6), **options)
+
+    unbroken, broken, steps = made(), made(), iter(range(10_000))
+    whole, log = finish(unbroken, 30), []
+    broken.observers.append(lambda event: log.append(as_dict(event)))
+    assert broken.run(30, stop=lambda: next(steps) == 21) is False
+    save_state(tmp_path / "checkpoint", broken.state_dict())
+    resumed = made()
+    resumed.load_state_dict(load_state(tmp_path / "checkpoint"))
+    rest = finish(resumed, 30)
+    assert same(whole, (log + rest[0], *rest[1:]))
+    assert resumed.server.defence.changed > 0
+    for told in {"attack", "defence", "privacy"} - ({"privacy"} if name in TELLING else set()):
+        assert resumed.extensions[told].figures() == unbroken.extensions[told].figures()
+
+
+@only(TELLING)
+def test_what_would_leave_without_noise_is_refused(name, small):
+    with pytest.raises(PolytempoError, match=f"^{re.escape(name)} .* to which no noise is added"):
+        simulator(name, small, steps=(Gaussian(1.0, 1.0),))
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import new_folder, of_run
 from polytempo.experiments.progress import RunProgress
-from polytempo.experiments.result import RunResult, about_clusters
+from polytempo.experiments.result import RunResult, about_clusters, about_guards
 from polytempo.experiments.run import resume, run
 
 FORMS = ("best", "worst10", "newcomers")  # of the metric, shown at the end of a run
@@ -104,8 +104,8 @@ def about_run(result: RunResult, folder: Path) -> dict[str, str]:
         "messages": f"{sent['exchange']} models exchanged, {sent['claim']} claims, "
         f"{sent['announce']} announcements"
         if "exchange" in sent
-        else f"{sent['dispatch']} dispatched, {sent['upload']} uploaded, "
-        f"{sent['multicast']} multicast",
+        else f"{sent['dispatch']} dispatched, {sent['upload']} uploaded "
+        f"({sent['upload_bytes'] / 1e6:,.1f} MB), {sent['multicast']} multicast",
         "wall time": f"{wall['total']:.1f} s, of which training {wall['training']:.1f}, "
         f"server {wall['server']:.1f}, evaluation {wall['evaluation']:.1f}"
         if "training" in wall  # clients of a fleet train elsewhere
@@ -119,6 +119,7 @@ def about_run(result: RunResult, folder: Path) -> dict[str, str]:
         rows["what hurts"] = ", ".join(f"{part} {found[part]:.2g}" for part in parts) + (
             f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
         )
+    rows |= about_guards(summary)
     rare = (f"{name}, newcomers", "clusters", "staleness", "wall time", "fingerprint")
     nothing = [key for key in rare if rows[key] == "-"]
     return {key: value for key, value in rows.items() if key not in nothing}

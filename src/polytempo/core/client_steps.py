@@ -26,6 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from polytempo.core.errors import Refused
 from polytempo.core.masks import largest, pack
 from polytempo.core.registry import Options, Registry
 
@@ -83,6 +84,10 @@ class Session(Protocol):
         pattern of parameter names."""
         ...
 
+    def stream(self, name: str) -> np.random.Generator:
+        """Random numbers for that purpose, in this training alone."""
+        ...
+
     def loss(self, model: Tensor) -> float:
         """Of that model on the client's training samples, summed."""
         ...
@@ -96,10 +101,33 @@ class Session(Protocol):
         ...
 
 
+class Parting(Protocol):
+    """What a step may look at and change when an upload leaves (a session is one)."""
+
+    received: Tensor
+    memory: dict[str, Tensor]
+    extras: dict[str, Tensor]
+
+    def stream(self, name: str) -> np.random.Generator:
+        """Random numbers for that purpose, in this training alone."""
+        ...
+
+
+class Sent(Protocol):
+    """What a client was sent (a dispatch is one)."""
+
+    @property
+    def params(self) -> Tensor: ...
+
+    @property
+    def vectors(self) -> Mapping[str, Tensor]: ...
+
+
 class ClientStep(Options):
     """Base of the steps: each of its parts does nothing."""
 
     name: ClassVar[str] = ""
+    tells: ClassVar[bool] = True  # False: what it uploads says nothing about the client's data
     offset_in_use: ClassVar[bool] = True  # False: what it adds to the outputs is for training alone
 
     @property
@@ -128,6 +156,16 @@ class ClientStep(Options):
 
     def after(self, session: Session) -> None:
         """All local steps have been taken."""
+
+    def leaving(self, parting: Parting, moved: Tensor) -> Tensor:
+        """What leaves the client in place of `moved`: how far it has moved the model that it
+        received, or the gradient that it uploads."""
+        return moved
+
+    def trained_from(self, sent: Sent, extras: Mapping[str, Tensor]) -> Tensor | None:
+        """For the server: the model of these that a client has trained, given what it uploaded
+        along with it; None: the usual one."""
+        return None
 
     def offset(self, targets: Tensor, outputs: int) -> Tensor | None:
         """What is added to the model's outputs whenever this client trains or (`offset_in_use`)
@@ -160,6 +198,11 @@ def with_offset(steps: Iterable[ClientStep]) -> tuple[ClientStep, ...]:
     return tuple(
         step for step in steps if step.offset_in_use and type(step).offset is not ClientStep.offset
     )
+
+
+def with_leaving(steps: Iterable[ClientStep]) -> tuple[ClientStep, ...]:
+    """Those that change what is uploaded."""
+    return tuple(step for step in steps if type(step).leaving is not ClientStep.leaving)
 
 
 CLIENT_STEPS: Registry[ClientStep] = Registry("client step", ClientStep)
@@ -200,12 +243,20 @@ class Choose(ClientStep):
         session.begin(models[choice])
         session.extras["choice"] = torch.tensor([[choice]])
 
+    def trained_from(self, sent: Sent, extras: Mapping[str, Tensor]) -> Tensor:
+        choice = extras["choice"]
+        if choice.shape != (1, 1) or not 0 <= int(choice) < self.models:
+            raise Refused(f"a client chose model {choice.tolist()} of {self.models}")
+        return sent.vectors[f"candidate {int(choice)}"] if int(choice) else sent.params
+
 
 @CLIENT_STEPS.register("mask")
 class Mask(ClientStep):
     """This `share` of the parameters, the smallest of the received model, stays as it is, and the
     training takes less time in proportion; which ones do not is uploaded as `mask`, in bits
     (CASA+). With 0, a mask that drops nothing is uploaded all the same."""
+
+    tells: ClassVar[bool] = False  # the received model says it all
 
     share: Annotated[float, Field(ge=0, lt=1)]
 

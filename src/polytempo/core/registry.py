@@ -4,6 +4,7 @@ One notation serves them all, on the command line, in TOML files and in Python:
 
     pace                              the name alone, all defaults
     pace:omega=2,reply=fresh          with options ("none" for no value)
+    topk:0.01                         a number alone is the first option
     {"name": "pace", "omega": 2}      the same as a table
     pace:graph=fedamp,graph.sigma=5   options of an option that has some
     mypackage.mymodule:MyStrategy     a user's own class (options may follow after a colon)
@@ -148,7 +149,7 @@ class Registry(Generic[T]):
     def create(self, spec: str | Mapping[str, Any] | T) -> T:
         """The object that `spec` describes (an object is returned as it is)."""
         if isinstance(spec, str):
-            name, given = parse(spec)
+            name, given = self._numbered(*parse(spec))
         elif isinstance(spec, Mapping):
             given = dict(spec)
             if "name" not in given:
@@ -171,6 +172,15 @@ class Registry(Generic[T]):
             raise PolytempoError(f"{self.kind} {name}: {message}") from error
         except TypeError as error:  # a user's class that is not an options dataclass
             raise PolytempoError(f"{self.kind} {name}: {error}") from error
+
+    def _numbered(self, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """`topk:0.01` reads as `topk:share=0.01`."""
+        known, _, value = name.partition(":")
+        options = option_names(self._known.get(known))
+        try:
+            return (known, {options[0]: float(value), **given}) if options else (name, given)
+        except ValueError:
+            return name, given
 
     def _nested(self, name: str, maker: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """`graph.sigma` becomes the entry `sigma` of the table `graph`, of the one that is given

@@ -20,7 +20,9 @@ Theory of operation
    not wait for a slot: it is sent a model at once. As long as there are more than `slots` in
    training, nobody else is started. (With "cohort" it may be chosen from the next cohort on.)
 5. An update is checked in full before anything changes, against what its own dispatch asked for.
-   What is refused leaves no trace.
+   What is refused leaves no trace. Then it is made what the strategy asked for: unpacked, if it
+   was compressed, and cut down by the *defence* of the run, if there is one. So no strategy knows
+   of either, nor of the client steps (privacy, compression) that are added to what it asks for.
 6. A message costs the same however many clients exist or are in training. `open` is kept in
    the order of the last dispatch, so that it is ordered by staleness without being sorted; and one
    of the idle clients is drawn without listing them (`core/clients.py`).
@@ -29,15 +31,19 @@ Theory of operation
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from polytempo.core.client_steps import ClientStep
 from polytempo.core.clients import ClientSet
+from polytempo.core.compression import Compression
+from polytempo.core.defences import Defence
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.core.messages import (
     Action,
@@ -47,7 +53,10 @@ from polytempo.core.messages import (
     Staleness,
     Stop,
     Update,
+    dispatch_state,
+    read_dispatch,
 )
+from polytempo.core.privacy import check_private
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Constant, Schedule
 from polytempo.core.strategy import STRATEGIES, Context, IntArray, Refill, State, Strategy
@@ -65,9 +74,17 @@ class Open(NamedTuple):
     round: int
     version: int
     task: Task
+    sent: Dispatch | None = None  # itself, if the answer must be compared with it
 
     def state(self) -> list[Any]:
-        return [*self[:3], TASKS.describe(self.task)]
+        sent = None if self.sent is None else dispatch_state(self.sent)
+        return [*self[:3], TASKS.describe(self.task), sent]
+
+    def trained_from(self, extras: Mapping[str, Tensor]) -> Tensor:
+        """The model that the client has trained, by what it uploaded along with it."""
+        assert self.sent is not None, "it was kept for this"
+        found = (step.trained_from(self.sent, extras) for step in self.task.client_steps)
+        return next((model for model in found if model is not None), self.sent.params)
 
 
 class Server:
@@ -81,12 +98,17 @@ class Server:
         slots: int | None = None,
         refill: Refill | None = None,
         schedule: Schedule | None = None,
+        steps: Sequence[ClientStep] = (),
+        defence: Defence | None = None,
     ) -> None:
+        """`steps`: what every client does in addition to what the strategy asks for, last of all.
+        `defence`: what stands between updates and the strategy."""
         self.strategy = strategy
         self.context = context
         self.slots = context.clients if slots is None else slots
         self.refill: Refill = refill or strategy.refill
         self.schedule = schedule or Constant()
+        self.steps, self.defence = tuple(steps), defence
         if not 1 <= self.slots <= context.clients:
             raise PolytempoError(
                 f"slots must be between 1 and the number of clients, {context.clients}; "
@@ -103,9 +125,12 @@ class Server:
         self.dispatches = 0  # sent so far
         self.wait_for = 1  # members without which nobody is started for the first time
         strategy.setup(context)
-        task = strategy.task(0)
+        if defence is not None:
+            defence.setup()
+        task, name = self._task(0), STRATEGIES.describe(strategy)["name"]
         if task.upload in ("gradient", "path"):
-            task.plain_sgd(STRATEGIES.describe(strategy)["name"])
+            task.plain_sgd(name)
+        check_private(task, name)
 
     # -- what happens to clients ---------------------------------------------------------------
 
@@ -150,11 +175,17 @@ class Server:
 
     def receive(self, update: Update) -> list[Action]:
         """Fold an update in, or raise `Refused` and change nothing."""
-        sent = self.check(update)
-        update = Update(
-            update.client, update.number, update.vector, update.samples, update.extras, sent.task
-        )
-        self.version += self._answered("fold", self.strategy.fold(update, self._age(sent)))
+        sent, update = self._read(update)
+        if self.defence is None:
+            self._fold(update, sent)
+        else:
+            base = None if sent.sent is None else sent.trained_from(update.extras)
+            moved = update.vector if base is None else update.vector - base
+            left = self.defence.limit(moved)
+            if left is not moved:
+                update = replace(update, vector=left if base is None else base + left)
+            self._fold(update, sent)
+            self.defence.folded(moved, changed=left is not moved)
         self._sort_latest()
         self.round += 1
         return self._close(update.client, self.strategy.reply_to)
@@ -171,6 +202,9 @@ class Server:
     def in_flight(self) -> InFlights:
         """The clients in training, most stale first, by what they were last sent."""
         return _InFlights(self)
+
+    def _fold(self, update: Update, sent: Open) -> None:
+        self.version += self._answered("fold", self.strategy.fold(update, self._age(sent)))
 
     def _answered(self, hook: str, changed: object) -> bool:
         if not isinstance(changed, bool):
@@ -234,7 +268,7 @@ class Server:
     def _send(
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False
     ) -> Dispatch:
-        params, task = model(client), self.strategy.task(client)
+        params, task = model(client), self._task(client)
         factor = self.schedule.factor(self.round)
         if factor != 1:
             task = replace(task, lr=task.lr * factor)
@@ -242,14 +276,29 @@ class Server:
         dispatch = Dispatch(client, self.dispatches, params, task, preempt, vectors)
         self.dispatches += 1
         self.idle.discard(client)
-        sent = Open(dispatch.number, self.round, self.version, task)
+        compared = self.defence is not None or task.compression is not None
+        kept = dispatch if compared and task.upload == "model" else None
+        sent = Open(dispatch.number, self.round, self.version, task, kept)
         self.open.setdefault(client, []).append(sent)
         self.open.move_to_end(client)
         self.strategy.dispatched(dispatch)
         return dispatch
 
-    def check(self, update: Update) -> Open:
-        """The dispatch that the update answers; `Refused` if it answers none, or is bad."""
+    def _task(self, client: int) -> Task:
+        task = self.strategy.task(client)
+        return replace(task, client_steps=(*task.client_steps, *self.steps)) if self.steps else task
+
+    @property
+    def compressed(self) -> bool:
+        """Whether clients compress what they upload."""
+        return any(isinstance(step, Compression) for step in self.steps)
+
+    def check(self, update: Update) -> None:
+        """`Refused` if the update answers no open dispatch, or is bad."""
+        self._read(update)
+
+    def _read(self, update: Update) -> tuple[Open, Update]:
+        """The dispatch that the update answers, and the update as the strategy asked for it."""
         client, number = update.client, update.number
         if client not in self.members and client not in self.open:
             raise Refused(f"client {client} never joined (or has left): it must join first")
@@ -261,25 +310,8 @@ class Server:
                 f"client {client} answers dispatch {number}, which is not open: this update came "
                 "twice or too late, or answers another client's dispatch"
             )
-        vector = update.vector
-        wanted = self.context.initial
-        if vector.shape != wanted.shape:
-            raise Refused(
-                f"client {client} sent {list(vector.shape)} numbers, expected "
-                f"{list(wanted.shape)}: it trains a different model"
-            )
-        if vector.dtype != wanted.dtype:
-            raise Refused(f"client {client} sent {vector.dtype}, expected {wanted.dtype}")
-        square = float(torch.dot(vector, vector))  # NaN or infinite if one of the numbers is
-        # Differences of two such vectors must have a finite square too, and their squares, taken
-        # together in double precision, a finite product: of these cosines are made.
-        if not square <= min(torch.finfo(vector.dtype).max / 16, 1e150):
-            bad = int((~torch.isfinite(vector)).sum())
-            what = f"{bad} values that are NaN or infinite" if bad else "values that are too large"
-            raise Refused(
-                f"client {client} sent {what}: its training diverged; lower the learning rate"
-            )
-        wanted_extras = answered[0].task.extras
+        sent = answered[0]
+        wanted_extras = sent.task.extras
         if set(update.extras) != set(wanted_extras):
             raise Refused(
                 f"client {client} sent the extras {sorted(update.extras)}, expected "
@@ -297,7 +329,32 @@ class Server:
                 f"client {client} claims {update.samples} samples; expected 1 or more, and at most "
                 f"{MOST_SAMPLES:,}"
             )
-        return answered[0]
+        extras, vector = dict(update.extras), update.vector
+        wanted = self.context.initial
+        if (packing := sent.task.compression) is not None:
+            beside = {name: extras.pop(name) for name in packing.uploads}
+            try:
+                vector = packing.unpack(vector, beside, len(wanted), wanted.dtype)
+                vector = vector if sent.sent is None else sent.trained_from(extras) + vector
+            except Refused as refusal:
+                raise Refused(f"client {client}: {refusal}") from refusal
+        if vector.shape != wanted.shape:
+            raise Refused(
+                f"client {client} sent {list(vector.shape)} numbers, expected "
+                f"{list(wanted.shape)}: it trains a different model"
+            )
+        if vector.dtype != wanted.dtype:
+            raise Refused(f"client {client} sent {vector.dtype}, expected {wanted.dtype}")
+        square = float(torch.dot(vector, vector))  # NaN or infinite if one of the numbers is
+        # Differences of two such vectors must have a finite square too, and their squares, taken
+        # together in double precision, a finite product: of these cosines are made.
+        if not square <= min(torch.finfo(vector.dtype).max / 16, 1e150):
+            bad = int((~torch.isfinite(vector)).sum())
+            what = f"{bad} values that are NaN or infinite" if bad else "values that are too large"
+            raise Refused(
+                f"client {client} sent {what}: its training diverged; lower the learning rate"
+            )
+        return sent, Update(client, number, vector, update.samples, extras, sent.task)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -315,6 +372,7 @@ class Server:
             ],
             "dispatches": self.dispatches,
             "strategy": self.strategy.state_dict(),
+            "defence": None if self.defence is None else self.defence.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -325,12 +383,21 @@ class Server:
         self.members.add_all(members)
         self.known.add_all(np.array(state["known"], dtype=np.int64))
         self.open = OrderedDict(
-            (client, [Open(n, r, v, TASKS.create(task)) for n, r, v, task in all_sent])
-            for client, all_sent in state["open"]
+            (client, [_read_open(*sent) for sent in all_sent]) for client, all_sent in state["open"]
         )
         self.idle.add_all(self._not_in_training(members))
         self.dispatches = state["dispatches"]
         self.strategy.load_state_dict(state["strategy"])
+        if self.defence is not None:
+            self.defence.load_state_dict(state["defence"])
+
+
+def _read_open(
+    number: int, round_: int, version: int, task: Any, sent: Mapping[str, Any] | None = None
+) -> Open:
+    """What `Open.state` described (before there were defences, without the last)."""
+    dispatch = None if sent is None else read_dispatch(sent)
+    return Open(number, round_, version, TASKS.create(task), dispatch)
 
 
 class _InFlights:

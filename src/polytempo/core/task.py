@@ -11,8 +11,10 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
+from torch import Tensor
 
-from polytempo.core.client_steps import CLIENT_STEPS, ClientStep
+from polytempo.core.client_steps import CLIENT_STEPS, ClientStep, Parting, with_leaving
+from polytempo.core.compression import Compression
 from polytempo.core.errors import PolytempoError
 from polytempo.core.objective import OBJECTIVES, Objective, Plain
 from polytempo.core.optimizer import OPTIMIZERS, Optimizer, Sgd
@@ -64,6 +66,29 @@ class Task(Options):
     def extras(self) -> dict[str, int]:
         """What is uploaded along with the vector: names, and the number of rows of each."""
         return {name: rows for step in self.client_steps for name, rows in step.uploads.items()}
+
+    @property
+    def compression(self) -> Compression | None:
+        """How the vector is compressed: always the last of the client steps."""
+        last = self.client_steps[-1] if self.client_steps else None
+        return last if isinstance(last, Compression) else None
+
+    def leaving(self, parting: Parting, upload: Tensor) -> Tensor:
+        """What leaves the client in place of `upload`, by its client steps. (What is compressed
+        is how far the model has moved: the server adds what it has sent.)"""
+        steps = with_leaving(self.client_steps)
+        if not steps:
+            return upload
+        model = self.upload == "model"
+        moved = upload - parting.received if model else upload
+        for step in steps:
+            moved = step.leaving(parting, moved)
+        return parting.received + moved if model and self.compression is None else moved
+
+    def upload_bytes(self, model: Tensor) -> int:
+        """Of the vector that is uploaded, for a model like this."""
+        packing = self.compression
+        return model.nbytes if packing is None else packing.nbytes(len(model))
 
     def plain_sgd(self, who: str) -> Sgd:
         """The optimizer, for a method that is after a client's gradients: uploaded as such, with no

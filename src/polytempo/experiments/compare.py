@@ -116,6 +116,7 @@ class Comparison:
     def table(self) -> list[dict[str, str]]:
         """One row per strategy: mean and, over several seeds, spread."""
         metric, clustered = self.metric, known_of_clusters(self.results)
+        private = any(r.summary.get("privacy") for found in self.results.values() for r in found)
         if isinstance(self.target, float):
             share, value = metric.text(self.target), f"{metric.name} {self.target:g}"
             goal = f"s to {share if metric.share else value}"
@@ -135,7 +136,9 @@ class Comparison:
                     "seconds": spread(each["seconds"]),
                     goal: spread(self._times(found)),
                     **of_clusters(found, clustered),
+                    **({"epsilon": spread(each["epsilon"], none="-")} if private else {}),
                     "messages": spread(each["messages"], digits=0),
+                    "MB uploaded": spread(each["uploaded_mb"], none="-"),
                 }
             )
         return table

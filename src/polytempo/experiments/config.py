@@ -14,10 +14,15 @@ import pydantic
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 
+from polytempo.core.attacks import ATTACKS
 from polytempo.core.bank import Storage, in_memory
+from polytempo.core.client_steps import ClientStep
+from polytempo.core.compression import COMPRESSIONS
+from polytempo.core.defences import DEFENCES
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.layout import BufferPolicy, Parts
 from polytempo.core.optimizer import OPTIMIZERS
+from polytempo.core.privacy import MECHANISMS
 from polytempo.core.registry import Registry
 from polytempo.core.schedule import SCHEDULES
 from polytempo.core.strategy import Refill, Strategy
@@ -43,6 +48,10 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "optimizer": OPTIMIZERS,
     "problem": PROBLEMS,
     "lr_schedule": SCHEDULES,
+    "dp": MECHANISMS,
+    "compress": COMPRESSIONS,
+    "attack": ATTACKS,
+    "defend": DEFENCES,
 }
 _TASK = Task()
 
@@ -203,6 +212,26 @@ class RunConfig(BaseModel):
         description="where the server keeps its vectors per client: memory, memory in half "
         "precision (half) or 8 bits (int8), or disk (in the folder named by TMPDIR)",
     )
+    dp: Spec | None = Field(
+        None,
+        description="differential privacy: clip=1,noise=0.8 cuts each upload to length 1 and adds "
+        "normal noise of deviation 0.8 to each number; epsilon is reported",
+    )
+    compress: Spec | None = Field(
+        None,
+        description="compress uploads, with error feedback: int8, or topk:0.01 (the share of the "
+        "numbers that is sent)",
+    )
+    attack: Spec | None = Field(
+        None,
+        description="some clients do harm, and figures are over the others: "
+        f"{', '.join(ATTACKS)}, each with share=0.1",
+    )
+    defend: Spec | None = Field(
+        None,
+        description="cut down updates that are out of line with recent ones: "
+        f"{', '.join(DEFENCES)}, each with its options",
+    )
     diagnose: Annotated[int, Field(ge=1)] | None = Field(
         None,
         description="measure, every N updates, how much sampling noise, participation bias and "
@@ -224,6 +253,16 @@ class RunConfig(BaseModel):
     @classmethod
     def _can_be_trained(cls, value: str | None) -> str | None:
         trained_parts(value)
+        return value
+
+    @pydantic.field_validator("dp", mode="before")
+    @classmethod
+    def _gaussian(cls, value: Any) -> Any:
+        """The one mechanism need not be named."""
+        if isinstance(value, str) and "=" in value.partition(":")[0]:
+            return f"gaussian:{value}"
+        if isinstance(value, dict) and "name" not in value:
+            return {"name": "gaussian", **value}
         return value
 
     @pydantic.field_validator("solver", "backend", mode="before")
@@ -266,8 +305,14 @@ class RunConfig(BaseModel):
         return self.model_dump(mode="json", exclude_none=True)
 
     def make(self, field: str) -> Any:
-        """The strategy, device model, ... that the setting of that name describes."""
-        return REGISTRIES[field].create(getattr(self, field))
+        """The strategy, device model, ... that the setting of that name describes; None if there
+        is none."""
+        value = getattr(self, field)
+        return None if value is None else REGISTRIES[field].create(value)
+
+    def last_steps(self) -> tuple[ClientStep, ...]:
+        """What every client does to its upload, whatever the strategy."""
+        return tuple(step for step in map(self.make, ("dp", "compress")) if step is not None)
 
     def ends(self) -> Ends:
         """What ends the run, other than its rounds."""

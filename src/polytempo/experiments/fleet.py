@@ -202,6 +202,7 @@ def run_client(
         solver=config.solver,
         device=config.device,
         folder=out,
+        privacy=config.make("dp"),
     )
     node = ClientNode("", problem_name(problem), data.samples[0], _tested(data.test[0]))
     return take_part(

@@ -16,6 +16,7 @@ client whose training was asked to end early uploads what it yielded last.
 from __future__ import annotations
 
 import copy
+import secrets
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import Layout
 from polytempo.core.messages import Dispatch
 from polytempo.core.metric import Direction
+from polytempo.core.rng import rng
 from polytempo.core.strategy import Strategy
 from polytempo.core.task import Task
 from polytempo.experiments.config import FEDERATION, make_config
@@ -312,7 +314,8 @@ class OwnTraining:
 
     def __init__(self, adapter: OwnAdapter, dispatch: Dispatch, memory: Memory) -> None:
         self.adapter, self.received, self.task = adapter, dispatch.params, dispatch.task
-        self.memory, self.step, self.done = memory, 0, False
+        self.memory, self.extras = dict(memory), dict[str, Tensor]()
+        self.step, self.done = 0, False
         self._steps: Steps | None = None
         self._fresh: Arrays | None = None
         self._latest: Mapping[str, Any] | None = None
@@ -349,7 +352,8 @@ class OwnTraining:
                 "the strategy asks for more, a pair of dictionaries)"
             )
         self._latest = made
-        if missing := self.task.extras.keys() - self._extras.keys():
+        ours = () if self.task.compression is None else self.task.compression.uploads
+        if missing := self.task.extras.keys() - self._extras.keys() - {*ours}:
             raise PolytempoError(
                 f"the server's strategy asks clients for {', '.join(sorted(missing))} as well: "
                 "return a pair of dictionaries from train, or use a strategy that asks for models "
@@ -374,8 +378,13 @@ class OwnTraining:
             vector = vector - self.received
         elif self.task.upload == "gradient":  # of a step of plain SGD
             vector = (self.received - vector) / self.task.lr
-        extras = {name: torch.as_tensor(value) for name, value in self._extras.items()}
-        return vector, extras, self.memory
+        self.extras = {name: torch.as_tensor(value) for name, value in self._extras.items()}
+        vector = self.task.leaving(self, vector)
+        return vector, self.extras, self.memory
+
+    def stream(self, name: str) -> np.random.Generator:
+        """What steps draw from when the upload leaves: nobody else can know it."""
+        return rng(secrets.randbits(128), name)
 
 
 def to_vector(arrays: Mapping[str, Any], layout: list[list[Any]]) -> Tensor:

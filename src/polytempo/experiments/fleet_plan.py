@@ -116,6 +116,8 @@ def make_node(what: Undertaking, patience: Patience = AUTO, wait_for: int = 1) -
         slots=config.slots,
         refill=config.refill,
         schedule=config.make("lr_schedule"),
+        steps=config.last_steps(),
+        defence=config.make("defend"),
     )
     used = in_use(what.strategy.task(0).client_steps)
     run = {

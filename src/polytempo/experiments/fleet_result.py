@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import PolytempoError
+from polytempo.core.privacy import Gaussian
 from polytempo.experiments.result import Account
 from polytempo.nodes.exams import Exam
 from polytempo.nodes.server import ServerNode
@@ -17,6 +18,7 @@ from polytempo.nodes.star import Sums
 from polytempo.simulation import Extension
 from polytempo.simulation.clusters import CLIENTS, DRAWN
 from polytempo.simulation.each_client import client_row, score_row, spread_over
+from polytempo.simulation.guards import defended, spent
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import Problem, Score
 
@@ -127,15 +129,32 @@ class Outlook(Extension):
         figures: dict[str, Any] = dict(
             spread_over(each_client(self.node, self.problem), self.problem.metrics[0])
         )
-        found = self.node.server.strategy.clusters()
-        if found is not None:
+        if (found := self.node.server.strategy.clusters()) is not None:
             held = found[found >= 0]
             figures |= {"clusters": len(np.unique(held)), "unclustered": len(found) - len(held)}
+        if (private := self._spent()) is not None:
+            figures["privacy"] = private[0]
+        if (defence := self.node.server.defence) is not None:
+            figures["defence"] = defended(defence)
         return figures
+
+    def _spent(self) -> tuple[dict[str, Any], list[Row]] | None:
+        """Of their privacy, by clients: as if every training had ended in an upload that somebody
+        has read."""
+        for step in self.node.server.steps:
+            if isinstance(step, Gaussian) and self.node.roster:
+                counts = [self.node.trainings[client] for client in range(len(self.node.roster))]
+                return spent(step, counts)
+        return None
 
     def tables(self) -> dict[str, Sequence[Mapping[str, Any]]]:
         clients, scores = (of(self.node, self.problem) for of in (each_client, each_score))
-        return {"clients": clients, "clients_history": scores}
+        private = self._spent()
+        return {
+            "clients": clients,
+            "clients_history": scores,
+            "privacy": [] if private is None else private[1],
+        }
 
     def plots(self) -> dict[str, dict[str, Any]]:
         node, strategy = self.node, self.node.server.strategy

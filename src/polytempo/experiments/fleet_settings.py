@@ -34,11 +34,11 @@ OF_SERVER = (
     *("model", "problem", "buffers", "personal", "freeze", "trainable", "rounds", "slots"),
     *("refill", "epochs", "steps", "batch_size", "lr", "lr_schedule", "optimizer", "momentum"),
     *("weight_decay", "keep_optimizer", "eval_every", "adapt_epochs", "adapt_always", "bank"),
-    "seed",
+    *("seed", "dp", "compress", "defend"),
 )
 OF_CLIENT = ("solver", "device")  # how it trains; and whose data it has
 SERVER_SETTINGS = (*FEDERATION, *OF_SERVER)
-CLIENT_SETTINGS = (*FEDERATION, "model", "problem", *OF_CLIENT, "seed")
+CLIENT_SETTINGS = (*FEDERATION, "model", "problem", *OF_CLIENT, "seed", "dp")
 FLEET_SETTINGS = (*(name for name in FEDERATION if name != "clients"), *OF_SERVER, *OF_CLIENT)
 END = "a fleet ends after --rounds updates"
 MEASURED = "it can be had of the same fleet with `polytempo replay`"
@@ -51,6 +51,7 @@ SIMULATED = {  # of simulations, and what there is instead
     "versions": END,
     "messages": END,
     "until": END,
+    "attack": "nobody is asked to attack a real fleet",
     "check": MEASURED,
     "diagnose": MEASURED,
 }

@@ -6,6 +6,7 @@ included, so that a deployed client trains what the simulated one would.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import Parts
 from polytempo.core.messages import Dispatch
 from polytempo.core.objective import Plain
+from polytempo.core.privacy import Gaussian, check_private
 from polytempo.core.registry import parse
 from polytempo.core.task import Task
 from polytempo.data import Federation
@@ -72,7 +74,7 @@ class SolverTrainer:
 
     `data`: a federation of this client alone. `model`: what it trains, if it does not take the
     server's word for it; code is only ever imported if it is named here. `folder`: where the model
-    that it is handed is kept.
+    that it is handed is kept. `privacy`: the least that it insists on.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class SolverTrainer:
         solver: SolverName = "auto",
         device: str = "cpu",
         folder: Path | None = None,
+        privacy: Gaussian | None = None,
     ) -> None:
+        self.privacy = privacy
         self.data, self.problem, self.model = data, problem, model
         self.name, self.device, self.folder = solver, find_device(device), folder
         self.how = ""  # how trainings are computed: known with the model
@@ -170,6 +174,7 @@ class SolverTrainer:
     # -- training ----------------------------------------------------------------------------------
 
     def begin(self, dispatch: Dispatch, client: int, memory: Memory) -> SolverTraining:
+        self._insist(dispatch.task)
         stream = ("client", client, "dispatch", dispatch.number)
         job = Job(
             0,
@@ -178,8 +183,22 @@ class SolverTrainer:
             stream,
             vectors=dispatch.vectors,
             memory=self._remembered(memory),
+            secret=secrets.randbits(128),  # the server knows the seed of everything else
         )
         return SolverTraining(self._ready().begin(job))
+
+    def _insist(self, task: Task) -> None:
+        """On the privacy that this client was promised."""
+        if self.privacy is None:
+            return
+        check_private(task, "the server")
+        asked = [step.noise for step in task.client_steps if isinstance(step, Gaussian)]
+        if sum(asked) < self.privacy.noise:
+            raise PolytempoError(
+                f"the server asks for noise of {sum(asked):g} times the clipping length, and this "
+                f"client insists on {self.privacy.noise:g} (--dp): start the server with the same "
+                "--dp, or the client without"
+            )
 
     def examine(self, examine: Examine, client: int, memory: Memory) -> tuple[Sums, Sums | None]:
         remembered, steps = self._remembered(memory), self.task.client_steps

@@ -32,6 +32,7 @@ SERVER = {  # what p2p has instead of that which a server asks for or keeps
     "refill": "all peers train all the time",
     "bank": "every peer holds its own model",
     "diagnose": "there are no steps of a server to measure",
+    **dict.fromkeys(("dp", "compress", "attack", "defend"), "models go from peer to peer"),
 }
 END = "a peer ends at its target (--rounds or p2p:target=500) or budget (--messages)"
 SIMULATED = {  # what peers on a network have instead

@@ -36,14 +36,14 @@ from polytempo.report import (
     plot_staleness,
     write_html,
 )
-from polytempo.simulation import Engine, Extension, clusters
+from polytempo.simulation import Engine, Extension, clusters, guards
 from polytempo.simulation.each_client import known
 from polytempo.simulation.metrics import LAST, convergence_time, final_value, models_sent, time_to
 from polytempo.training import PERSONAL, Problem
 from polytempo.training.footprint import peak_memory
 
 CLUSTERS = clusters.FIGURES
-SOMETIMES = (*CLUSTERS, "diagnosis", "peers")  # null where there is none
+SOMETIMES = (*CLUSTERS, "diagnosis", "peers", *guards.FIGURES)  # null where there is none
 FINE_TUNED = " + fine-tuning"  # what the names of such rows end with
 TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of shares that should be high
 PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have to show
@@ -483,6 +483,7 @@ def _figures(result: RunResult) -> dict[str, str]:
         "adapted": metric.text(result.adapted),
         "worst 10%": metric.text(summary[f"{metric.name}_worst10"]),
         **more,
+        **about_guards(summary),
         result.clock: f"{result.seconds_taken:.1f} s",
         "messages": str(models_sent(summary["messages"])),
     }
@@ -495,6 +496,29 @@ def about_clusters(summary: Mapping[str, Any]) -> str:
     more = [f"{outside} clients in none"] if outside else []
     more += [] if ari is None else [f"purity {pure:.2f}, adjusted Rand index {ari:.2f}"]
     return f"{number}" + (f" ({'; '.join(more)})" if more else "")
+
+
+def about_guards(summary: Mapping[str, Any]) -> dict[str, str]:
+    """What there is to say of privacy, attacks and defences."""
+    found = {}
+    if private := summary.get("privacy"):
+        worst, mid = (private[f"epsilon_{x}"] for x in ("max", "median"))
+        found["privacy"] = (
+            "no noise, so no bound"
+            if worst is None
+            else f"epsilon {worst:,.1f} for the client with most uploads ({mid:,.1f} median), "
+            f"delta {private['delta']:g}"
+        )
+    if attack := summary.get("attack"):
+        found["attack"] = (
+            f"{attack['name']} by {len(attack['clients'])} clients ({attack['share']:.0%}); "
+            "figures are over the others"
+        )
+    if defence := summary.get("defence"):
+        found["defence"] = (
+            f"{defence['name']}: {defence['changed']} of {defence['uploads']} updates cut down"
+        )
+    return found
 
 
 def read_result(folder: Path) -> RunResult:

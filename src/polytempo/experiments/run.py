@@ -10,11 +10,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
+from polytempo.core.attacks import Attack
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
@@ -311,6 +313,9 @@ def make_simulator(
     config: RunConfig, federation: Federation, model: Model, strategy: Strategy | None = None
 ) -> Engine:
     """The world that the settings describe, at time 0."""
+    attack = config.make("attack")
+    if attack is not None:
+        federation = poisoned(federation, attack, config.seed)
     module = build(model, Inputs.of(federation), config.seed, config.trainable)
     try_model(module, federation, config.problem_on(federation))
     strategy = strategy or config.make("strategy")
@@ -347,8 +352,20 @@ def make_simulator(
         "seed": config.seed,
         "storage": config.storage(),
         "backend": backend,
+        "attack": attack,
     }
     return ENGINES[strategy.engine](config, federation, module, strategy, world)
+
+
+def poisoned(federation: Federation, attack: Attack, seed: int) -> Federation:
+    """The federation as the attackers take it: their training samples may have other targets."""
+    if type(attack).targets is Attack.targets:
+        return federation
+    y = federation.y.clone()
+    for client in attack.clients(federation.clients, seed):
+        part = federation.train[client]
+        y[part] = attack.targets(y[part], federation.outputs)
+    return replace(federation, y=y)
 
 
 def _with_server(
@@ -361,6 +378,8 @@ def _with_server(
         slots=config.slots,
         refill=config.refill,
         schedule=config.make("lr_schedule"),
+        steps=config.last_steps(),
+        defence=config.make("defend"),
         check=config.check,
         diagnose=config.diagnose,
         **world,

@@ -59,6 +59,18 @@ def messages(result: RunResult) -> float:
     return float(models_sent(result.summary["messages"]))
 
 
+def uploaded(result: RunResult) -> float | None:
+    """Megabytes of what clients sent to the server."""
+    found = result.summary["messages"].get("upload_bytes")
+    return None if found is None else float(found) / 1e6
+
+
+def epsilon(result: RunResult) -> float | None:
+    """What the client with most uploads has spent of its privacy."""
+    found = result.summary.get("privacy")
+    return None if found is None else found["epsilon_max"]
+
+
 def figures(found: Sequence[RunResult]) -> dict[str, list[float | None]]:
     """What tables are made of, one value for each run."""
     metric = found[0].metric.name
@@ -75,6 +87,8 @@ def figures(found: Sequence[RunResult]) -> dict[str, list[float | None]]:
         columns[column] = [result.summary.get(key) for result in found]
     columns["seconds"] = [result.seconds_taken for result in found]
     columns["messages"] = [messages(result) for result in found]
+    columns["uploaded_mb"] = [uploaded(result) for result in found]
+    columns["epsilon"] = [epsilon(result) for result in found]
     return columns
 
 

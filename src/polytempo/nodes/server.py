@@ -117,6 +117,7 @@ class ServerNode:
         self.bytes = Counter(self.messages)
         self.staleness: Counter[int] = Counter()
         self.shares: dict[int, tuple[int, int]] = {}  # by client: its updates, their staleness
+        self.trainings: Counter[int] = Counter()  # by client: each has one upload at most
         self.revoked: set[int] = set()
         # Not saved: who is connected now, and the names of those that are about to enrol.
         self.here: set[str] = set()
@@ -487,6 +488,7 @@ class ServerNode:
                 kind = "multicast" if action.preempt else "dispatch"
                 if not action.preempt:
                     self.deadlines.begin(client, self.time)
+                    self.trainings[client] += 1
                 self.outstanding[client] = action
                 self._count(kind, action.nbytes)
                 event = events.Multicast if action.preempt else events.Dispatch
@@ -538,6 +540,7 @@ class ServerNode:
             "bytes": dict(self.bytes),
             "staleness": [list(pair) for pair in self.staleness.items()],
             "shares": [[client, *share] for client, share in self.shares.items()],
+            "trainings": [list(pair) for pair in self.trainings.items()],
             "revoked": sorted(self.revoked),
         }
 
@@ -566,6 +569,7 @@ class ServerNode:
         self.messages, self.bytes = Counter(state["messages"]), Counter(state["bytes"])
         self.staleness = Counter(dict(state["staleness"]))
         self.shares = {client: (count, stale) for client, count, stale in state.get("shares", ())}
+        self.trainings = Counter(dict(state["trainings"]))
         self.revoked = set(state["revoked"])
 
 

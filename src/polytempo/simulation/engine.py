@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import events
+from polytempo.core.attacks import Attack
 from polytempo.core.bank import PLAIN_STORAGE, Storage
 from polytempo.core.client_steps import in_use, with_offset
 from polytempo.core.errors import PolytempoError
@@ -34,6 +35,7 @@ from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
 from polytempo.simulation.dropout import Dropout, NoDropout, Timeline
 from polytempo.simulation.each_client import EachClient
 from polytempo.simulation.extension import Extension
+from polytempo.simulation.guards import Attackers
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Score, make_executor
 
@@ -57,6 +59,7 @@ class World(TypedDict, total=False):
     seed: int
     backend: Executor | None
     storage: Storage
+    attack: Attack | None
 
 
 class Engine:
@@ -82,6 +85,7 @@ class Engine:
         seed: int = 0,
         backend: Executor | None = None,
         storage: Storage = PLAIN_STORAGE,
+        attack: Attack | None = None,
     ) -> None:
         clients = federation.clients
         self.backend = backend or make_executor(
@@ -129,7 +133,11 @@ class Engine:
         self.extensions: dict[str, Extension] = {}
         self._scores: dict[int, tuple[object, Score]] = {}  # with the revision of the model
         self._evaluated: tuple[Tensor, dict[int, Score]] | None = None  # of a single model
+        self.attack = attack
+        self.attackers = frozenset[int]() if attack is None else attack.clients(clients, seed)
         self.extend(EachClient(self))
+        if attack is not None:
+            self.extend(Attackers(self, attack))
 
     # -- what an engine has of its own -----------------------------------------------------------
 
@@ -261,8 +269,9 @@ class Engine:
         return f"{self.metric.name}_adapted"
 
     def _there(self) -> Sequence[int]:
-        """The clients that figures are over."""
-        return range(self.federation.clients)
+        """The clients that figures are over: those that are honest."""
+        clients = range(self.federation.clients)
+        return [c for c in clients if c not in self.attackers] if self.attackers else clients
 
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
         """The scores of these clients' models; only models that have changed are looked at."""

@@ -74,7 +74,13 @@ class RehearsedServer(Server):
         original = getattr(self.strategy, "strategy", self.strategy)  # of a diagnosis
         fresh = dataclasses.replace(original)  # the same options, nothing else
         twin = Server(
-            fresh, self.context, slots=self.slots, refill=self.refill, schedule=self.schedule
+            fresh,
+            self.context,
+            slots=self.slots,
+            refill=self.refill,
+            schedule=self.schedule,
+            steps=self.steps,
+            defence=None if self.defence is None else dataclasses.replace(self.defence),
         )
         twin.load_state_dict(restored(self.state_dict()))
         return twin

@@ -37,6 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from polytempo.core import events
+from polytempo.core.client_steps import ClientStep
+from polytempo.core.defences import Defence
 from polytempo.core.errors import Diverged, PolytempoError, Refused
 from polytempo.core.messages import (
     Action,
@@ -46,6 +48,7 @@ from polytempo.core.messages import (
     dispatch_state,
     read_dispatch,
 )
+from polytempo.core.privacy import Gaussian
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Schedule
 from polytempo.core.server import Server
@@ -57,6 +60,7 @@ from polytempo.simulation.diagnosis import Diagnosis
 from polytempo.simulation.dropout import Change, late
 from polytempo.simulation.engine import Engine, World
 from polytempo.simulation.flight import Flight, flight_state, read_flight
+from polytempo.simulation.guards import Account, Defended
 from polytempo.simulation.newcomers import Newcomers
 from polytempo.simulation.rehearsal import RehearsedServer
 from polytempo.training import Job
@@ -85,14 +89,26 @@ class Simulator(Engine):
         slots: int | None = None,
         refill: Refill | None = None,
         schedule: Schedule | None = None,
+        steps: Sequence[ClientStep] = (),
+        defence: Defence | None = None,
         check: bool = False,
         diagnose: int | None = None,
         **world: Unpack[World],
     ) -> None:
         super().__init__(federation, module, strategy, **world)
         slots = slots_of(strategy, federation.clients, slots, refill)
+        if not strategy.communicates:  # nothing leaves a client, and nothing comes to a server
+            steps, defence = (), None
         kind = RehearsedServer if check else Server
-        self.server = kind(strategy, self.context, slots=slots, refill=refill, schedule=schedule)
+        self.server = kind(
+            strategy,
+            self.context,
+            slots=slots,
+            refill=refill,
+            schedule=schedule,
+            steps=steps,
+            defence=defence,
+        )
         self.slots, self.refill = slots, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
@@ -105,6 +121,11 @@ class Simulator(Engine):
             self.server.strategy = diagnosis.stand_in()
             self.extend(diagnosis)
         self.extend(Clusters(self))
+        for step in steps:
+            if isinstance(step, Gaussian):
+                self.extend(Account(step, federation.clients))
+        if defence is not None:
+            self.extend(Defended(defence))
         if self.late:
             self.extend(Newcomers(self))
 
@@ -272,10 +293,12 @@ class Simulator(Engine):
         if isinstance(fate, float):
             seconds *= fate
         stream = ("client", client, "dispatch", number)
-        vectors, memory = dispatch.vectors, self.memory.get(client)
-        job = Job(client, dispatch.params, dispatch.task, stream, vectors=vectors, memory=memory)
+        vectors, memory, task = dispatch.vectors, self.memory.get(client), dispatch.task
+        if self.attack is not None and client in self.attackers and self.strategy.communicates:
+            task = self.attack.on(task)
+        job = Job(client, dispatch.params, task, stream, vectors=vectors, memory=memory)
         download = dispatch.nbytes / self.bandwidths[client]
-        upload = dispatch.params.nbytes / self.bandwidths[client]
+        upload = task.upload_bytes(dispatch.params) / self.bandwidths[client]
         flight = Flight(number, number, job, self.time + download, seconds, upload)
         flight.lost = fate == "lost"
         flight.seen = _sum(dispatch.params) if number < WATCHED else None
@@ -328,9 +351,11 @@ class Simulator(Engine):
     # -- looking at it -------------------------------------------------------------------------
 
     def _there(self) -> Sequence[int]:
-        """The clients with test samples that are or have been there; if nobody has been yet, all of
-        them. (Others have no figures, and there may be a million.)"""
+        """The honest clients with test samples that are or have been there; if nobody has been
+        yet, all of them. (Others have no figures, and there may be a million.)"""
         tested, known = self.federation.tested, self.server.known
+        if self.attackers:
+            tested = [client for client in tested if client not in self.attackers]
         return [client for client in tested if client in known] if known else tested
 
     # -- checkpoints ---------------------------------------------------------------------------

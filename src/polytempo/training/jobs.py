@@ -40,6 +40,7 @@ class Job:
     vectors: Vectors = field(default_factory=dict)  # what came with the model
     memory: Vectors = field(default_factory=dict)  # what the client remembers
     swaps: tuple[Swap, ...] = ()
+    secret: int | None = None  # seeds what nobody else may know: the noise of a real upload
 
     @property
     def since(self) -> int:

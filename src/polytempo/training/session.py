@@ -194,6 +194,10 @@ class Session:
     def targets(self) -> Tensor:
         return self.shard()[1].cpu()
 
+    def stream(self, name: str) -> np.random.Generator:
+        secret = self.job.secret
+        return rng(self.solver.seed if secret is None else secret, *self.job.stream, name)
+
     def shard(self) -> tuple[Tensor, Tensor]:
         """The client's training samples, as they are stored."""
         return self.solver.samples(self.solver.federation.train[self.job.client])
@@ -386,6 +390,7 @@ class Session:
             upload = self.gradient.cpu()
         elif self.task.upload == "path":
             upload = self._mean_gradient(shared - self.received)
+        upload = self.task.leaving(self, upload)
         return Outcome(upload, self.extras, self.memory)
 
 

@@ -138,8 +138,11 @@ def _known(message: Any) -> bool:
     return True
 
 
-def read_from_client(whole: Whole, size: int, dtype: torch.dtype) -> FromClient:
-    """What a client says to the server of a model with so many numbers of that type."""
+def read_from_client(
+    whole: Whole, size: int, dtype: torch.dtype, packed: bool = False
+) -> FromClient:
+    """What a client says to the server of a model with so many numbers of that type; `packed`: if
+    updates are compressed, which the server that knows how will look at in full."""
     head = whole.head
     match whole.kind:
         case "hello":
@@ -161,7 +164,9 @@ def read_from_client(whole: Whole, size: int, dtype: torch.dtype) -> FromClient:
         case "upload":
             tensors = _tensors(whole)
             vector = tensors.pop("vector", None)
-            if vector is None or vector.shape != (size,) or vector.dtype != dtype:
+            plain = vector is not None and (vector.shape, vector.dtype) == ((size,), dtype)
+            short = packed and vector is not None and vector.ndim == 1 and len(vector) <= size
+            if vector is None or not (plain or short):
                 found = "none" if vector is None else f"{vector.dtype} {list(vector.shape)}"
                 raise Refused(f"its update has the vector {found}, expected {dtype} [{size}]")
             if len(tensors) > MOST_EXTRAS:

@@ -81,7 +81,10 @@ class FleetServer:
             store.open(node)
         try:
             model = node.server.context.initial
-            self.streams = Streams(listen, certificates, admission, limits, len(model), model.dtype)
+            packed = node.server.compressed
+            self.streams = Streams(
+                listen, certificates, admission, limits, len(model), model.dtype, packed
+            )
         except BaseException:
             store.close()
             raise

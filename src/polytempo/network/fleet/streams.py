@@ -84,7 +84,8 @@ class Gone:
 
 
 class Streams:
-    """Listens from the moment that it is made. `size`, `dtype`: of the model.
+    """Listens from the moment that it is made. `size`, `dtype`: of the model. `packed`:
+    whether updates are compressed.
 
     `inbox`: what happens, for the node's thread. `counts`: for metrics.
     """
@@ -97,9 +98,10 @@ class Streams:
         limits: Limits,
         size: int,
         dtype: torch.dtype,
+        packed: bool = False,
     ) -> None:
         self._limits, self._admission, self._secure = limits, admission, certificates is not None
-        self._size, self._dtype = size, dtype
+        self._model = size, dtype, packed
         self._most = 2 * size * dtype.itemsize + limits.extras
         self.inbox: SimpleQueue[Arrived | Gone] = SimpleQueue()
         self.counts: Counter[str] = Counter()
@@ -302,8 +304,8 @@ class Streams:
     async def _decoded(self, whole: Whole) -> FromClient:
         self.counts[whole.kind] += 1
         if whole.payload is None or len(whole.payload) < _LARGE:
-            return read_from_client(whole, self._size, self._dtype)
-        return await asyncio.to_thread(read_from_client, whole, self._size, self._dtype)
+            return read_from_client(whole, *self._model)
+        return await asyncio.to_thread(read_from_client, whole, *self._model)
 
     async def _write(self, stream: Stream, context: Any) -> None:
         while True:

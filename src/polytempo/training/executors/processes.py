@@ -91,8 +91,9 @@ class Processes:
         place, answer = self._answer(worker)
         if not isinstance(answer, bytes):
             return worker, answer
-        extras, memory = pickle.loads(answer)
-        return worker, Outcome(self._rows[worker, place].clone(), extras, memory)
+        packed, extras, memory = pickle.loads(answer)
+        upload = self._rows[worker, place].clone() if packed is None else packed
+        return worker, Outcome(upload, extras, memory)
 
     def peak_memory(self) -> float:
         for worker in range(self.workers):
@@ -177,8 +178,11 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
                 upload, extras, memory = solver.carry_out(job)
                 # as bytes: torch would send each tensor in a file of shared memory; and first of
                 # all, for some may be views of the received model, which is now replaced
-                answer = dumps((extras, memory))
-                rows[place].copy_(upload)
+                row = rows[place]
+                alike = upload.shape == row.shape and upload.dtype == row.dtype  # if not compressed
+                answer = dumps((None if alike else upload, extras, memory))
+                if alike:
+                    row.copy_(upload)
             elif kind == "evaluate":
                 answer = solver.evaluate(pickle.loads(details)._replace(params=rows[place]))
             else:
