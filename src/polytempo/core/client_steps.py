@@ -246,30 +246,53 @@ class Prior(ClientStep):
 
 @CLIENT_STEPS.register("line")
 class Line(ClientStep):
-    """A line of the client's own above the shared model: how far its trainings have moved from the
-    model that it was sent, as a mean over about the last `memory` of them. In use, the client adds
-    this `share` of it to the model that it is served. It never leaves the client."""
+    """A line of the client's own above the shared model: it never leaves the client.
 
-    share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    With G the model that it is sent and u its line (0 at first), the client trains from
+    `s = G + keep u` to theta. The line becomes a mean of `theta - G` over about the last `memory`
+    trainings, and what is uploaded is not that, but the way from G to the half-space of all x with
+    `<x, d> >= <theta, d>`, where `d = theta - s` is what this training has added:
+    `max(0, 1 + <s - G, d> / |d|^2) d`. So the line goes on where it was, while the shared model
+    learns what was added, as far as it has not got there itself.
+
+    In use the client adds `share` of its line to the model that it is served. Statistics (of batch
+    normalisation) have no line."""
+
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.8
     memory: Annotated[int, Field(ge=1)] = 4
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     @property
     def keeps(self) -> tuple[str, ...]:
         return ("line", "line.trainings")
 
+    def before(self, session: Session) -> None:
+        if self.keep and "line" in session.memory:
+            session.put(session.received + self.keep * session.memory["line"])
+
     def after(self, session: Session) -> None:
-        moved = session.trained() - session.received
-        if "line" not in session.memory:
-            session.memory["line"] = moved
-            session.memory["line.trainings"] = torch.ones(1)
-            return
-        trainings = session.memory["line.trainings"] + 1
-        weight = 1 / min(float(trainings), self.memory)
-        session.memory["line"] = torch.lerp(session.memory["line"], moved, weight)
+        line = session.memory.get("line", torch.zeros_like(session.received))
+        trainings = session.memory.get("line.trainings", torch.zeros(1)) + 1
+        way = session.trained() - session.received
+        moved, new = way.clone(), way[: session.parameters]
+        moved[session.parameters :] = 0
+        ahead = self.keep * line[: session.parameters]  # s - G
+        new -= ahead  # d
+        new *= way_left(-ahead, new)
+        session.put(session.received + way)
+        session.memory["line"] = torch.lerp(line, moved, 1 / min(float(trainings), self.memory))
         session.memory["line.trainings"] = trainings
 
     def use(self, served: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
         return served + self.share * memory["line"] if "line" in memory else served
+
+
+def way_left(gone: Tensor, proposed: Tensor) -> float:
+    """The part of a proposed way that is left for somebody who has gone another: as many times
+    `proposed` as lead from `gone` to the half-space beyond its end; 0 if that is reached already,
+    or nothing is proposed."""
+    square = float(proposed.dot(proposed))
+    return max(0.0, 1 - float(gone.dot(proposed)) / square) if square > 0 else 0.0
 
 
 def principal_directions(features: Tensor, count: int) -> Tensor:
