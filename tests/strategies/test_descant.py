@@ -77,9 +77,10 @@ def test_no_displacement_moves_nothing():
 class Training:
     """As much of a session as a line looks at."""
 
-    def __init__(self, received, memory):
-        self.received = self.start = self.result = received
+    def __init__(self, received, memory, targets=(0, 1)):
+        self.received = self.result = received
         self.memory, self.parameters = memory, len(received)
+        self.targets = lambda: torch.tensor(targets)
 
     def put(self, model):
         self.result = model
@@ -88,16 +89,16 @@ class Training:
         return self.result
 
 
-def trained(step, received, memory, train):
+def trained(step, received, memory, train, **options):
     """What a client with this step uploads if `train` is what its local steps do."""
-    session = Training(received, memory)
+    session = Training(received, memory, **options)
     step.before(session)
     session.put(train(session.result))
     step.after(session)
     return session.result - received
 
 
-def distances(draws, project, clients=12, rounds=80, keep=0.8):
+def distances(draws, project, clients=12, rounds=80, beta=0.8):
     """Clients with quadratic losses that have their minimum in common train to nearly the end, from
     where their lines lead, and arrive after long and uneven delays: how far from the minimum the
     server is, over time."""
@@ -106,7 +107,7 @@ def distances(draws, project, clients=12, rounds=80, keep=0.8):
         axes = np.linalg.qr(draws.normal(size=(D, D)))[0]
         shrinks.append(torch.from_numpy(axes @ np.diag(draws.uniform(0, 1, D)) @ axes.T))
     strategy = ready(
-        clients, torch.from_numpy(draws.normal(size=D)), project=project, a=0.0, fade=0, keep=keep
+        clients, torch.from_numpy(draws.normal(size=D)), project=project, a=0.0, fade=0, beta=beta
     )
     [line] = [step for step in strategy.task(0).client_steps if isinstance(step, Line)]
     memories = [
@@ -130,15 +131,15 @@ def distances(draws, project, clients=12, rounds=80, keep=0.8):
     return found
 
 
-@given(st.integers(0, 2**32), st.floats(0, 1))
-def test_it_never_moves_away_from_a_common_minimum_of_quadratics(seed, keep):
-    """Whatever lines clients have, and however long they keep them."""
-    found = distances(np.random.default_rng(seed), project=True, keep=keep)
+@given(st.integers(0, 2**32), st.floats(0.01, 1))
+def test_it_never_moves_away_from_a_common_minimum_of_quadratics(seed, beta):
+    """Whatever lines clients have, and however much they keep of them."""
+    found = distances(np.random.default_rng(seed), project=True, beta=beta)
     assert all(b <= a * (1 + 1e-12) + 1e-12 for a, b in pairwise(found))
 
 
 def test_without_looking_at_what_others_did_it_diverges_there():
-    found = distances(np.random.default_rng(0), False, clients=30, rounds=200, keep=0.0)
+    found = distances(np.random.default_rng(0), False, clients=30, rounds=200)
     assert max(found) > 20
 
 
@@ -178,8 +179,8 @@ def test_only_what_clients_in_training_hold_is_kept():
 
 
 def test_options_become_the_task():
-    steps = ready(beta=0.25, keep=0.5, memory=3, prior=0.2).task(0).client_steps
-    assert steps == (Prior(0.2), Line(keep=0.5, memory=3, share=0.25))
+    steps = ready(beta=0.25, memory=3, prior=0.2).task(0).client_steps
+    assert steps == (Prior(0.2), Line(0.25, 3))
     assert ready(beta=0, prior=0).task(0).client_steps == ()
     assert ready().task(0).upload == "delta"
     assert ready(weight_decay=0.01).task(0).optimizer == Sgd(weight_decay=0.01)
@@ -244,12 +245,12 @@ def test_a_client_is_tested_under_its_prior_and_with_its_line(small, solver):
     model = backend.solver.layout.read()
     lines = [torch.full_like(model, 0.01 * (client + 1)) for client in range(3)]
     memories = [{"line": line, "line.trainings": torch.ones(1)} for line in lines]
-    exam = Exam(model, [0, 1, 2], memories, (Prior(), Line(share=0.5)))
+    exam = Exam(model, [0, 1, 2], memories, (Prior(), Line()))
     [scores] = backend.evaluate([exam])
     for client, score in enumerate(scores):
         offset = Prior().offset(small.y[small.train[client]], 4)
         network = module()
-        nn.utils.vector_to_parameters(model + 0.5 * lines[client], network.parameters())
+        nn.utils.vector_to_parameters(model + lines[client], network.parameters())
         x = small.prepare(small.x[small.test[client]])
         y = small.y[small.test[client]]
         outputs = network(x) + offset
@@ -273,54 +274,59 @@ def test_the_prior_is_in_the_model_that_a_user_gets(small):
 
 
 def test_the_line_goes_on_and_only_what_is_new_is_uploaded():
-    """By hand, in two dimensions. Each training adds (1, 1) to wherever it starts."""
-    step, memory = Line(keep=0.5, memory=2), {}
+    """By hand, in two dimensions. The first trainings add (1, 1) to wherever they start."""
+    step, memory = Line(share=0.5, memory=2), {}
     start, added = torch.tensor([10.0, 0.0]), torch.tensor([1.0, 1.0])
     way = trained(step, start, memory, lambda x: x + added)
-    assert way.tolist() == [1.0, 1.0]  # nothing to go on from
-    assert memory["line"].tolist() == [1.0, 1.0]
+    assert way.tolist() == [1.0, 1.0]  # there was nothing to go on from
+    assert memory["line"].tolist() == [0.5, 0.5]
     # From (10.5, 0.5) to (11.5, 1.5): the half-space x + y >= 13 is 3/2 of the step away.
     way = trained(step, start, memory, lambda x: x + added)
     assert way.tolist() == [1.5, 1.5]
-    assert memory["line"].tolist() == [1.25, 1.25]
+    assert memory["line"].tolist() == [0.625, 0.625]
     assert memory["line.trainings"].tolist() == [2.0]
-    # From (10.625, 0.625) back beyond the start: x >= 9.625 backwards is 0.375 away.
+    # From (10.625, 0.625) back by 1: x <= 9.625 is 0.375 away.
     way = trained(step, start, memory, lambda x: x + torch.tensor([-1.0, 0.0]))
     assert way.tolist() == [-0.375, 0.0]
-    assert memory["line"].tolist() == [0.4375, 0.9375]
+    assert memory["line"].tolist() == [0.21875, 0.46875]
     # Not so far back: the shared model is beyond that already.
     way = trained(step, start, memory, lambda x: x + torch.tensor([-0.125, 0.0]))
     assert way.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("targets", [(0.5, 1.5), ((0, 1), (1, 1))])
+def test_without_labels_the_line_is_kept_whole(targets):
+    memory = {}
+    trained(Line(share=0.5), torch.zeros(2), memory, lambda x: x + 1, targets=targets)
+    assert memory["line"].tolist() == [1.0, 1.0]
+
+
 def test_statistics_have_no_line():
-    step, memory = Line(keep=0.5), {}
+    memory = {}
     session = Training(torch.zeros(3), memory)
     session.parameters = 2
     session.put(torch.tensor([1.0, 0.0, 4.0]))
-    step.after(session)
+    Line(share=0.5).after(session)
     assert session.result.tolist() == [1.0, 0.0, 4.0]
-    assert memory["line"].tolist() == [1.0, 0.0, 0.0]
+    assert memory["line"].tolist() == [0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("solver", ["torch", NATIVE])
 def test_a_client_trains_from_its_line_which_stays_at_home(small, solver):
     """The upload is the way to the half-space behind the trained model, in double precision."""
     backend = make_executor(module(), small, 3, solver=solver, name="serial")
-    start, keep = backend.solver.layout.read(), 0.75
-    plain, asked = replace(TASK, upload="delta"), (Line(keep, memory=3),)
+    start = backend.solver.layout.read()
+    plain, asked = replace(TASK, upload="delta"), (Line(0.75, memory=3),)
     line, memory = torch.zeros_like(start).double(), {}
     for number in range(1, 5):
         stream = ("client", 1, "dispatch", number)
-        begin = start + (keep * line).float()
-        added = backend.train(Job(1, begin, plain, stream)).double()
+        added = backend.train(Job(1, start + line.float(), plain, stream)).double()
         job = Job(1, start, replace(plain, client_steps=asked), stream, memory=memory)
         upload, extras, memory = backend.carry_out(job)
         assert not extras
-        square = float(added @ added)
-        way = max(0.0, float((keep * line + added) @ added) / square) * added
+        way = max(0.0, float((line + added) @ added) / float(added @ added)) * added
         torch.testing.assert_close(upload.double(), way, atol=1e-5, rtol=1e-4)
-        line = line + (keep * line + added - line) / min(number, 3)
+        line = line + (0.75 * (line + added) - line) / min(number, 3)
         torch.testing.assert_close(memory["line"].double(), line, atol=1e-5, rtol=1e-4)
         assert memory["line.trainings"].tolist() == [number]
 
@@ -328,4 +334,4 @@ def test_a_client_trains_from_its_line_which_stays_at_home(small, solver):
 def test_who_has_not_trained_yet_uses_what_it_is_served():
     served = torch.arange(3.0)
     assert Line().use(served, {}) is served
-    torch.testing.assert_close(Line(share=0.5).use(served, {"line": torch.ones(3)}), served + 0.5)
+    torch.testing.assert_close(Line().use(served, {"line": torch.ones(3)}), served + 1)

@@ -238,7 +238,7 @@ class Prior(ClientStep):
     smoothing: Annotated[float, Field(gt=0)] = 0.1
 
     def offset(self, targets: Tensor, outputs: int) -> Tensor | None:
-        if targets.dim() != 1 or targets.is_floating_point():
+        if not are_labels(targets):
             return None
         counts = torch.bincount(targets.cpu(), minlength=outputs).double() + self.smoothing
         return (counts / counts.sum()).log().float()
@@ -248,43 +248,47 @@ class Prior(ClientStep):
 class Line(ClientStep):
     """A line of the client's own above the shared model: it never leaves the client.
 
-    With G the model that it is sent and u its line (0 at first), the client trains from
-    `s = G + keep u` to theta. The line becomes a mean of `theta - G` over about the last `memory`
-    trainings, and what is uploaded is not that, but the way from G to the half-space of all x with
-    `<x, d> >= <theta, d>`, where `d = theta - s` is what this training has added:
-    `max(0, 1 + <s - G, d> / |d|^2) d`. So the line goes on where it was, while the shared model
-    learns what was added, as far as it has not got there itself.
+    With G the model that it is sent and u its line (0 at first), the client trains from `G + u` to
+    theta. The line becomes a mean of `share (theta - G)` over about the last `memory` trainings.
+    What is uploaded is the way from G to the half-space of all x with `<x, d> >= <theta, d>`, where
+    `d = theta - G - u` is what this training has added: `max(0, 1 + <u, d> / |d|^2) d`. So the line
+    goes on where it was, while the shared model learns what was added, as far as it lacks it.
 
-    In use the client adds `share` of its line to the model that it is served. Statistics (of batch
+    In use the client adds its line to the model that it is served. Where targets are not labels,
+    so that no label prior says how clients differ, `share` is 1. Statistics (of batch
     normalisation) have no line."""
 
-    keep: Annotated[float, Field(ge=0, le=1)] = 0.8
+    share: Annotated[float, Field(ge=0, le=1)] = 0.8
     memory: Annotated[int, Field(ge=1)] = 4
-    share: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     @property
     def keeps(self) -> tuple[str, ...]:
         return ("line", "line.trainings")
 
     def before(self, session: Session) -> None:
-        if self.keep and "line" in session.memory:
-            session.put(session.received + self.keep * session.memory["line"])
+        if "line" in session.memory:
+            session.put(session.received + session.memory["line"])
 
     def after(self, session: Session) -> None:
+        trained = session.parameters
         line = session.memory.get("line", torch.zeros_like(session.received))
         trainings = session.memory.get("line.trainings", torch.zeros(1)) + 1
-        way = session.trained() - session.received
-        moved, new = way.clone(), way[: session.parameters]
-        moved[session.parameters :] = 0
-        ahead = self.keep * line[: session.parameters]  # s - G
-        new -= ahead  # d
-        new *= way_left(-ahead, new)
+        moved = session.trained() - session.received
+        way = moved - line  # d; of statistics, all that they have moved
+        way[:trained] *= way_left(-line[:trained], way[:trained])
         session.put(session.received + way)
+        moved *= self.share if are_labels(session.targets()) else 1.0
+        moved[trained:] = 0
         session.memory["line"] = torch.lerp(line, moved, 1 / min(float(trainings), self.memory))
         session.memory["line.trainings"] = trainings
 
     def use(self, served: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
-        return served + self.share * memory["line"] if "line" in memory else served
+        return served + memory["line"] if "line" in memory else served
+
+
+def are_labels(targets: Tensor) -> bool:
+    """One of several, for each sample."""
+    return targets.dim() == 1 and not targets.is_floating_point()
 
 
 def way_left(gone: Tensor, proposed: Tensor) -> float:

@@ -23,10 +23,10 @@ class Descant(Strategy):
     - A client adds the logarithm of its own label frequencies to the model's outputs, in training
       and in use (`Prior`). Labels that it does not have get almost no gradient, so what it learns
       does not undo what others have learned, and single updates may move the model far.
-    - It trains from where it was (`Line`): from `s = G_sent + keep u` to theta. Its line u is the
-      mean of `theta - G_sent` over its last `memory` trainings. What it uploads is the way from
-      `G_sent` to the half-space `<x, d> >= <theta, d>`, `d = theta - s`: what this training has
-      added, as far as the shared model lacks it.
+    - It trains from where it was (`Line`): from `G_sent + u` to theta. Its line u is `beta` times
+      the mean of `theta - G_sent` over its last `memory` trainings. What it uploads is the way from
+      `G_sent` to the half-space `<x, d> >= <theta, d>`, `d = theta - G_sent - u`: what this
+      training has added, as far as the shared model lacks it.
     - The shared model moves by these ways w, as they arrive: `G <- G + r c w`, with
       `r = step (1 + tau)^-a (1 + fade t / n)^-1/2` and
       `c = max(0, 1 - <G - G_sent, w> / |w|^2)`: only what others have not gone already since. That
@@ -34,16 +34,16 @@ class Descant(Strategy):
       On quadratic losses with a common minimum it never moves away from that, whatever the lines,
       delays and rates (tests/strategies/test_descant.py).
     - Clients are served a moving average `E` of `G` over about `horizon` times n arrivals (over
-      half of them at first), to which each adds `beta` times its line. Label counts, lines and the
+      half of them at first), to which each adds its line. Label counts, lines and the
       models in use never leave the client, training takes no longer than in FedAvg, and the server
       keeps two models however many clients there are.
 
     Where clients differ in their labels alone, the prior says so and lines stay short; where the
-    same sample means something else to each, lines grow into models of their own.
+    same sample means something else to each, lines grow into models of their own. Without labels
+    there is no prior, and `beta` is 1.
 
     `prior`: what is added to each label count; 0: no prior. `beta` 0: no line. `weight_decay`
-    replaces that of the local optimizer (none: leave it). For problems without labels the rest
-    remains. Statistics of batch normalisation have no line and move towards the client's at rate r.
+    replaces that of the local optimizer (none: leave it). Statistics of batch normalisation have no line and move towards the client's at rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
@@ -55,8 +55,7 @@ class Descant(Strategy):
     a: Annotated[float, Field(ge=0)] = 0.5
     fade: Annotated[float, Field(ge=0)] = 0.3
     horizon: Annotated[float, Field(gt=0)] = 1.0
-    beta: Annotated[float, Field(ge=0, le=1)] = 1.0
-    keep: Annotated[float, Field(ge=0, le=1)] = 0.8
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.8
     memory: Annotated[int, Field(ge=1)] = 4
     prior: Annotated[float, Field(ge=0)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] | None = None
@@ -68,7 +67,7 @@ class Descant(Strategy):
         self.mean = context.initial
         self.t = 0
         prior = (Prior(self.prior),) if self.prior else ()
-        line = (Line(self.keep, self.memory, self.beta),) if self.beta else ()
+        line = (Line(self.beta, self.memory),) if self.beta else ()
         self.asked = replace(context.task, upload="delta", client_steps=(*prior, *line))
         if self.weight_decay is not None:
             optimizer = replace(context.task.optimizer, weight_decay=self.weight_decay)
