@@ -74,17 +74,46 @@ def test_no_displacement_moves_nothing():
     assert not strategy.model_for(0).any()
 
 
-def distances(draws, project, clients=12, rounds=80):
-    """Clients with quadratic losses that have their minimum in common train to nearly the end, and
-    arrive after long and uneven delays: how far from the minimum the server is, over time."""
-    curvatures = []
+class Training:
+    """As much of a session as a line looks at."""
+
+    def __init__(self, received, memory, targets=(0, 1)):
+        self.received = self.result = received
+        self.memory, self.parameters = memory, len(received)
+        self.targets = lambda: torch.tensor(targets)
+
+    def put(self, model):
+        self.result = model
+
+    def trained(self):
+        return self.result
+
+
+def trained(step, received, memory, train, **options):
+    """What a client with this step uploads if `train` is what its local steps do."""
+    session = Training(received, memory, **options)
+    step.before(session)
+    session.put(train(session.result))
+    step.after(session)
+    return session.result - received
+
+
+def distances(draws, project, clients=12, rounds=80, beta=0.8):
+    """Clients with quadratic losses that have their minimum in common train to nearly the end, from
+    where their lines lead, and arrive after long and uneven delays: how far from the minimum the
+    server is, over time."""
+    shrinks = []  # what training leaves of the way to the minimum, which is 0
     for _ in range(clients):
         axes = np.linalg.qr(draws.normal(size=(D, D)))[0]
-        shrink = np.diag(draws.uniform(0, 1, D))  # what training leaves of the distance
-        curvatures.append(torch.from_numpy(axes @ shrink @ axes.T))
+        shrinks.append(torch.from_numpy(axes @ np.diag(draws.uniform(0, 1, D)) @ axes.T))
     strategy = ready(
-        clients, torch.from_numpy(draws.normal(size=D)), project=project, a=0.0, fade=0
+        clients, torch.from_numpy(draws.normal(size=D)), project=project, a=0.0, fade=0, beta=beta
     )
+    [line] = [step for step in strategy.task(0).client_steps if isinstance(step, Line)]
+    memories = [
+        {"line": torch.from_numpy(draws.normal(size=D)), "line.trainings": torch.ones(1)}
+        for _ in range(clients)
+    ]
     sent = {}
     for client in range(clients):
         dispatch(strategy, client)
@@ -93,23 +122,39 @@ def distances(draws, project, clients=12, rounds=80):
     for _ in range(rounds):
         client = int(draws.integers(clients))
         begin, start = sent[client]
-        moved = curvatures[client] @ start - start  # the minimum is 0
+        way = trained(line, start, memories[client], lambda x, c=client: shrinks[c] @ x)
         age = strategy.t - begin
-        strategy.fold(Update(client, 0, moved, 10), Staleness(age, age))
+        strategy.fold(Update(client, 0, way, 10), Staleness(age, age))
         dispatch(strategy, client)
         sent[client] = strategy.t, strategy.model_for(client)
         found.append(float(strategy.model_for(0).norm()))
     return found
 
 
-@given(st.integers(0, 2**32))
-def test_it_never_moves_away_from_a_common_minimum_of_quadratics(seed):
-    found = distances(np.random.default_rng(seed), project=True)
+@given(st.integers(0, 2**32), st.floats(0.01, 1))
+def test_it_never_moves_away_from_a_common_minimum_of_quadratics(seed, beta):
+    """Whatever lines clients have, and however much they keep of them."""
+    found = distances(np.random.default_rng(seed), project=True, beta=beta)
     assert all(b <= a * (1 + 1e-12) + 1e-12 for a, b in pairwise(found))
 
 
 def test_without_looking_at_what_others_did_it_diverges_there():
-    assert max(distances(np.random.default_rng(0), False, clients=30, rounds=200)) > 20
+    found = distances(np.random.default_rng(0), False, clients=30, rounds=200)
+    assert max(found) > 20
+
+
+def test_statistics_move_towards_those_of_the_client_and_never_beyond():
+    """The last number stands for a variance. Others have gone back by then, so that the rest goes
+    three times as far as was proposed: a variance that did would be below zero."""
+    strategy = Descant(a=0.0, fade=0.0)
+    start = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    strategy.setup(Context(start, [10] * 4, Task(), seed=0, tensors=[1, 1]))
+    for client in (0, 1):
+        dispatch(strategy, client)
+    first, second = (torch.tensor(way).double() for way in ([-2.0, 0, -0.25], [1.0, 0, -0.5]))
+    strategy.fold(Update(0, 0, first, 10), Staleness(0, 0))
+    strategy.fold(Update(1, 1, second, 10), Staleness(1, 1))
+    assert strategy.model_for(0).tolist() == [1.0, 0.0, 0.5]
 
 
 def test_what_is_served_is_a_moving_average():
@@ -200,12 +245,12 @@ def test_a_client_is_tested_under_its_prior_and_with_its_line(small, solver):
     model = backend.solver.layout.read()
     lines = [torch.full_like(model, 0.01 * (client + 1)) for client in range(3)]
     memories = [{"line": line, "line.trainings": torch.ones(1)} for line in lines]
-    exam = Exam(model, [0, 1, 2], memories, (Prior(), Line(0.5)))
+    exam = Exam(model, [0, 1, 2], memories, (Prior(), Line()))
     [scores] = backend.evaluate([exam])
     for client, score in enumerate(scores):
         offset = Prior().offset(small.y[small.train[client]], 4)
         network = module()
-        nn.utils.vector_to_parameters(model + 0.5 * lines[client], network.parameters())
+        nn.utils.vector_to_parameters(model + lines[client], network.parameters())
         x = small.prepare(small.x[small.test[client]])
         y = small.y[small.test[client]]
         outputs = network(x) + offset
@@ -228,23 +273,65 @@ def test_the_prior_is_in_the_model_that_a_user_gets(small):
 # -- the line -----------------------------------------------------------------------------------
 
 
-def test_the_line_is_a_mean_over_the_last_trainings_and_stays_at_home(small):
-    backend = make_executor(module(), small, 3, solver="torch", name="serial")
-    start, memory, moved = backend.solver.layout.read(), {}, []
-    task = replace(TASK, upload="delta", client_steps=(Line(0.5, memory=2),))
-    for dispatched in range(4):
-        job = Job(1, start, task, ("client", 1, "dispatch", dispatched), memory=memory)
+def test_the_line_goes_on_and_only_what_is_new_is_uploaded():
+    """By hand, in two dimensions. The first trainings add (1, 1) to wherever they start."""
+    step, memory = Line(share=0.5, memory=2), {}
+    start, added = torch.tensor([10.0, 0.0]), torch.tensor([1.0, 1.0])
+    way = trained(step, start, memory, lambda x: x + added)
+    assert way.tolist() == [1.0, 1.0]  # there was nothing to go on from
+    assert memory["line"].tolist() == [0.5, 0.5]
+    # From (10.5, 0.5) to (11.5, 1.5): the half-space x + y >= 13 is 3/2 of the step away.
+    way = trained(step, start, memory, lambda x: x + added)
+    assert way.tolist() == [1.5, 1.5]
+    assert memory["line"].tolist() == [0.625, 0.625]
+    assert memory["line.trainings"].tolist() == [2.0]
+    # From (10.625, 0.625) back by 1: x <= 9.625 is 0.375 away.
+    way = trained(step, start, memory, lambda x: x + torch.tensor([-1.0, 0.0]))
+    assert way.tolist() == [-0.375, 0.0]
+    assert memory["line"].tolist() == [0.21875, 0.46875]
+    # Not so far back: the shared model is beyond that already.
+    way = trained(step, start, memory, lambda x: x + torch.tensor([-0.125, 0.0]))
+    assert way.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("targets", [(0.5, 1.5), ((0, 1), (1, 1))])
+def test_without_labels_the_line_is_kept_whole(targets):
+    memory = {}
+    trained(Line(share=0.5), torch.zeros(2), memory, lambda x: x + 1, targets=targets)
+    assert memory["line"].tolist() == [1.0, 1.0]
+
+
+def test_statistics_have_no_line():
+    memory = {}
+    session = Training(torch.zeros(3), memory)
+    session.parameters = 2
+    session.put(torch.tensor([1.0, 0.0, 4.0]))
+    Line(share=0.5).after(session)
+    assert session.result.tolist() == [1.0, 0.0, 4.0]
+    assert memory["line"].tolist() == [0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
+def test_a_client_trains_from_its_line_which_stays_at_home(small, solver):
+    """The upload is the way to the half-space behind the trained model, in double precision."""
+    backend = make_executor(module(), small, 3, solver=solver, name="serial")
+    start = backend.solver.layout.read()
+    plain, asked = replace(TASK, upload="delta"), (Line(0.75, memory=3),)
+    line, memory = torch.zeros_like(start).double(), {}
+    for number in range(1, 5):
+        stream = ("client", 1, "dispatch", number)
+        added = backend.train(Job(1, start + line.float(), plain, stream)).double()
+        job = Job(1, start, replace(plain, client_steps=asked), stream, memory=memory)
         upload, extras, memory = backend.carry_out(job)
         assert not extras
-        moved.append(upload.double())
-        line = moved[0]
-        for number, each in enumerate(moved[1:], 2):
-            line = line + (each - line) / min(number, 2)
-        torch.testing.assert_close(memory["line"].double(), line, atol=1e-6, rtol=1e-5)
-        assert memory["line.trainings"].tolist() == [dispatched + 1]
+        way = max(0.0, float((line + added) @ added) / float(added @ added)) * added
+        torch.testing.assert_close(upload.double(), way, atol=1e-5, rtol=1e-4)
+        line = line + (0.75 * (line + added) - line) / min(number, 3)
+        torch.testing.assert_close(memory["line"].double(), line, atol=1e-5, rtol=1e-4)
+        assert memory["line.trainings"].tolist() == [number]
 
 
 def test_who_has_not_trained_yet_uses_what_it_is_served():
     served = torch.arange(3.0)
-    assert Line(0.5).use(served, {}) is served
-    torch.testing.assert_close(Line(0.5).use(served, {"line": torch.ones(3)}), served + 0.5)
+    assert Line().use(served, {}) is served
+    torch.testing.assert_close(Line().use(served, {"line": torch.ones(3)}), served + 1)

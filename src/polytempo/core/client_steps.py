@@ -289,7 +289,7 @@ class Prior(ClientStep):
     smoothing: Annotated[float, Field(gt=0)] = 0.1
 
     def offset(self, targets: Tensor, outputs: int) -> Tensor | None:
-        if targets.dim() != 1 or targets.is_floating_point():
+        if not are_labels(targets):
             return None
         counts = torch.bincount(targets.cpu(), minlength=outputs).double() + self.smoothing
         return (counts / counts.sum()).log().float()
@@ -297,30 +297,57 @@ class Prior(ClientStep):
 
 @CLIENT_STEPS.register("line")
 class Line(ClientStep):
-    """A line of the client's own above the shared model: how far its trainings have moved from the
-    model that it was sent, as a mean over about the last `memory` of them. In use, the client adds
-    this `share` of it to the model that it is served. It never leaves the client."""
+    """A line of the client's own above the shared model: it never leaves the client.
 
-    share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    With G the model that it is sent and u its line (0 at first), the client trains from `G + u` to
+    theta. The line becomes a mean of `share (theta - G)` over about the last `memory` trainings.
+    What is uploaded is the way from G to the half-space of all x with `<x, d> >= <theta, d>`, where
+    `d = theta - G - u` is what this training has added: `max(0, 1 + <u, d> / |d|^2) d`. So the line
+    goes on where it was, while the shared model learns what was added, as far as it lacks it.
+
+    In use the client adds its line to the model that it is served. Where targets are not labels,
+    so that no label prior says how clients differ, `share` is 1. Statistics (of batch
+    normalisation) have no line."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.8
     memory: Annotated[int, Field(ge=1)] = 4
 
     @property
     def keeps(self) -> tuple[str, ...]:
         return ("line", "line.trainings")
 
+    def before(self, session: Session) -> None:
+        if "line" in session.memory:
+            session.put(session.received + session.memory["line"])
+
     def after(self, session: Session) -> None:
+        trained = session.parameters
+        line = session.memory.get("line", torch.zeros_like(session.received))
+        trainings = session.memory.get("line.trainings", torch.zeros(1)) + 1
         moved = session.trained() - session.received
-        if "line" not in session.memory:
-            session.memory["line"] = moved
-            session.memory["line.trainings"] = torch.ones(1)
-            return
-        trainings = session.memory["line.trainings"] + 1
-        weight = 1 / min(float(trainings), self.memory)
-        session.memory["line"] = torch.lerp(session.memory["line"], moved, weight)
+        way = moved - line  # d; of statistics, all that they have moved
+        way[:trained] *= way_left(-line[:trained], way[:trained])
+        session.put(session.received + way)
+        moved *= self.share if are_labels(session.targets()) else 1.0
+        moved[trained:] = 0
+        session.memory["line"] = torch.lerp(line, moved, 1 / min(float(trainings), self.memory))
         session.memory["line.trainings"] = trainings
 
     def use(self, served: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
-        return served + self.share * memory["line"] if "line" in memory else served
+        return served + memory["line"] if "line" in memory else served
+
+
+def are_labels(targets: Tensor) -> bool:
+    """One of several, for each sample."""
+    return targets.dim() == 1 and not targets.is_floating_point()
+
+
+def way_left(gone: Tensor, proposed: Tensor) -> float:
+    """The part of a proposed way that is left for somebody who has gone another: as many times
+    `proposed` as lead from `gone` to the half-space beyond its end; 0 if that is reached already,
+    or nothing is proposed."""
+    square = float(proposed.dot(proposed))
+    return max(0.0, 1 - float(gone.dot(proposed)) / square) if square > 0 else 0.0
 
 
 def principal_directions(features: Tensor, count: int) -> Tensor:

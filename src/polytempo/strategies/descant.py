@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.client_steps import Line, Prior
+from polytempo.core.client_steps import Line, Prior, way_left
 from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.core.task import Task
@@ -18,25 +18,32 @@ from polytempo.strategies.history import History
 
 @STRATEGIES.register("descant")
 class Descant(Strategy):
-    """One shared model that every client trains under its own label prior, plus a line of its own.
+    """One shared model that every client trains under its own label prior, and a line of its own.
 
     - A client adds the logarithm of its own label frequencies to the model's outputs, in training
       and in use (`Prior`). Labels that it does not have get almost no gradient, so what it learns
       does not undo what others have learned, and single updates may move the model far.
-    - The shared model moves by displacements, as they arrive:
-      `G <- G + s c d`, with `d = theta - G_sent`, `s = step (1 + tau)^-a (1 + fade t / n)^-1/2`
-      and `c = max(0, 1 - <G - G_sent, d> / |d|^2)`: of the way that the client has proposed, only
-      what others have not gone already since. The step is a relaxed projection onto the half-space
-      `<x, d> >= <theta, d>`, so `G` never overshoots a client's proposal. On quadratic losses with
-      a common minimum it never moves away from that, whatever the delays and rates
-      (tests/strategies/test_descant.py).
+    - It trains from where it was (`Line`): from `G_sent + u` to theta. Its line u is `beta` times
+      the mean of `theta - G_sent` over its last `memory` trainings. What it uploads is the way from
+      `G_sent` to the half-space `<x, d> >= <theta, d>`, `d = theta - G_sent - u`: what this
+      training has added, as far as the shared model lacks it.
+    - The shared model moves by these ways w, as they arrive: `G <- G + r c w`, with
+      `r = step (1 + tau)^-a (1 + fade t / n)^-1/2` and
+      `c = max(0, 1 - <G - G_sent, w> / |w|^2)`: only what others have not gone already since. That
+      is a relaxed projection onto the same half-space, so `G` never overshoots a client's proposal.
+      On quadratic losses with a common minimum it never moves away from that, whatever the lines,
+      delays and rates (tests/strategies/test_descant.py).
     - Clients are served a moving average `E` of `G` over about `horizon` times n arrivals (over
-      half of them at first), to which a client adds `beta` times its own line: the mean of its last
-      displacements (`Line`). Counts, lines and the models in use never leave the client, and the
-      server keeps two models however many clients there are.
+      half of them at first), to which each adds its line. Label counts, lines and the
+      models in use never leave the client, training takes no longer than in FedAvg, and the server
+      keeps two models however many clients there are.
 
-    `prior`: what is added to each label count; 0: no prior. `weight_decay` replaces that of the
-    local optimizer (none: leave it). For problems without labels the rest remains.
+    Where clients differ in their labels alone, the prior says so and lines stay short; where the
+    same sample means something else to each, lines grow into models of their own. Without labels
+    there is no prior, and `beta` is 1.
+
+    `prior`: what is added to each label count; 0: no prior. `beta` 0: no line. `weight_decay`
+    replaces that of the local optimizer (none: leave it). Statistics of batch normalisation have no line and move towards the client's at rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
@@ -48,7 +55,7 @@ class Descant(Strategy):
     a: Annotated[float, Field(ge=0)] = 0.5
     fade: Annotated[float, Field(ge=0)] = 0.3
     horizon: Annotated[float, Field(gt=0)] = 1.0
-    beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.8
     memory: Annotated[int, Field(ge=1)] = 4
     prior: Annotated[float, Field(ge=0)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] | None = None
@@ -83,21 +90,15 @@ class Descant(Strategy):
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
         self.t += 1
-        n, now, sent = (
-            self.context.clients,
-            self.history.current,
-            self.history.ago(staleness.versions),
-        )
-        moved = update.vector  # d
+        n, now = self.context.clients, self.history.current
+        gone, way = now - self.history.ago(staleness.versions), update.vector  # way: w
         rate = self.step * (1 + staleness.rounds) ** -self.a / (1 + self.fade * self.t / n) ** 0.5
-        new = now + rate * (_left(now - sent, moved) if self.project else 1) * moved
+        trained = sum(self.context.tensors) or len(now)
+        left = way_left(gone[:trained], way[:trained]) if self.project else 1.0  # c
+        new = now + rate * left * way
+        # Statistics that a client has measured: on the way to them, never beyond.
+        new[trained:] = torch.lerp(now, now - gone + way, min(1.0, rate))[trained:]
         self.mean = torch.lerp(self.mean, new, 1 / min(self.horizon * n, max(1.0, self.t / 2)))
         self.history.release(update.client)
         self.history.add(new)
         return True
-
-
-def _left(gone: Tensor, proposed: Tensor) -> float:
-    """c: how much of the proposed way is left, of which others have gone a part."""
-    square = float(proposed.dot(proposed))
-    return max(0.0, 1 - float(gone.dot(proposed)) / square) if square > 0 else 0.0
