@@ -12,6 +12,7 @@ import polytempo
 HEAVY = {
     *("torch", "numpy", "scipy", "sklearn", "pandas", "pydantic", "matplotlib", "PIL"),
     *("datasets", "ray", "zenoh", "cryptography", "safetensors", "grpc", "google.protobuf"),
+    *("starlette", "uvicorn", "plotly"),
 }
 HELP = """
 import sys

@@ -28,6 +28,7 @@ COMMANDS = {
     "reproduce": Entry(
         "reproduce", "Rerun a paper's table or figure, and show its numbers next to ours."
     ),
+    "view": Entry("view", "Show runs in a web page on this machine, as they go."),
     "strategies": Entry("strategies", "List the strategies with their papers and options."),
     "data": Entry("data", "List the data sets, or show how one is divided among clients."),
     "bench": Entry(

@@ -9,9 +9,10 @@ import typer
 from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, output, print_table
-from polytempo.cli.options import Config, Json
+from polytempo.cli.options import Config, Json, Live
 from polytempo.cli.progress import RunProgress
 from polytempo.cli.settings import with_settings
+from polytempo.cli.view import viewed
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.compare import compare
 from polytempo.experiments.config import RunConfig, read_config
@@ -46,6 +47,7 @@ def compare_command(
     references: Annotated[
         bool, typer.Option("--references", help="Add the rows standalone and majority.")
     ] = False,
+    live: Live = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -58,9 +60,11 @@ def compare_command(
     if seeds < 1:
         raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
     base = {**(read_config(config) if config else {}), **settings}
+    if live:
+        base["events"] = True
     out = out.expanduser()
     first = base.pop("seed", 0) if first_seed is None else first_seed
-    with RunProgress(quiet=as_json) as progress:
+    with viewed(out, live), RunProgress(quiet=as_json) as progress:
         comparison = compare(
             strategies,
             base,

@@ -11,10 +11,11 @@ import typer
 from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, notes, output, print_table
-from polytempo.cli.options import Ca, Cert, Config, Json, Key, certificates
+from polytempo.cli.options import Ca, Cert, Config, Json, Key, Live, certificates
 from polytempo.cli.progress import RunProgress
 from polytempo.cli.run import show_run
 from polytempo.cli.settings import with_settings
+from polytempo.cli.view import viewed
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import make_config, read_config
@@ -81,6 +82,7 @@ def server_command(
         typer.Option(help="PORT or HOST:PORT of /metrics (Prometheus) and /healthz."),
     ] = None,
     deadline: Deadline = "auto",
+    live: Live = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -107,10 +109,15 @@ def server_command(
         None if metrics is None else metrics if ":" in metrics else f"127.0.0.1:{metrics}",
     )
     complete, samples = known(chosen, strategy, shape, outputs, vocabulary)
-    with interruptible() as stop, RunProgress(quiet=as_json) as progress:
+    out = out.expanduser()
+    with (
+        viewed(out, live),
+        interruptible() as stop,
+        RunProgress(quiet=as_json) as progress,
+    ):
         result = conduct(
             undertaking(complete, samples, strategy),
-            out.expanduser(),
+            out,
             site,
             report=progress.bar(str(chosen.strategy_table["name"])),
             say=print_json if as_json else say_of_server,
@@ -226,6 +233,7 @@ def fleet_command(
     metrics: Annotated[
         str | None, typer.Option(help="PORT or HOST:PORT of /metrics and /healthz.")
     ] = None,
+    live: Live = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -242,7 +250,7 @@ def fleet_command(
     chosen, devices = make_config(given, "fleet"), _slow(slow)
     options = ["--deadline", deadline, *(["--metrics", metrics] if metrics else [])]
     out = out.expanduser()
-    with RunProgress(quiet=as_json) as progress:
+    with viewed(out, live), RunProgress(quiet=as_json) as progress:
         bar = progress.bar(str(chosen.strategy_table["name"]))
         bar(0, chosen.rounds, "the clients begin")
         watch = _Watch(bar, chosen.rounds)

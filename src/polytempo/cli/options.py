@@ -16,6 +16,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file of settings; options override it.")
 ]
+Live = Annotated[
+    bool,
+    typer.Option(
+        "--live",
+        help="Show it in a web page as it goes (needs the extra `view`); records events.",
+        metavar="",
+    ),
+]
 Ca = Annotated[Path | None, typer.Option(help="PEM: the CA that all trust.")]
 Cert = Annotated[Path | None, typer.Option(help="PEM: our own certificate.")]
 Key = Annotated[Path | None, typer.Option(help="PEM: its private key.")]

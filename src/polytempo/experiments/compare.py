@@ -16,7 +16,7 @@ from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
-from polytempo.experiments.config import RunConfig, difference, make_config, read_config
+from polytempo.experiments.config import EXECUTION, RunConfig, difference, make_config, read_config
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
     CLUSTERS,
@@ -206,7 +206,7 @@ def _continue(
 ) -> RunResult:
     found = read_config(place / "config.toml")
     wanted = resolve(config, federation)
-    name = difference(wanted, found)
+    name = difference(wanted, found, (*EXECUTION, "events"))  # it goes on as it began
     if name is not None:
         raise PolytempoError(
             f"{place} was run with {name} = {found.get(name)!r}, but now it is "

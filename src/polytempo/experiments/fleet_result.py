@@ -14,7 +14,7 @@ from polytempo.experiments.result import Account
 from polytempo.nodes.server import Exam, ServerNode
 from polytempo.nodes.star import Sums
 from polytempo.simulation import Extension
-from polytempo.simulation.clusters import CLIENTS, DRAWN
+from polytempo.simulation.clusters import CLIENTS, DRAWN, stacked
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import Problem, Score
 
@@ -122,6 +122,18 @@ class Outlook(Extension):
     def tables(self) -> dict[str, Sequence[Mapping[str, Any]]]:
         clients, scores = (of(self.node, self.problem) for of in (each_client, each_score))
         return {"clients": clients, "scores": scores}
+
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """similarity.npz and graph.npz, as in the folder of a simulation, but of now alone."""
+        node, strategy = self.node, self.node.server.strategy
+        if len(node.samples) > CLIENTS:
+            return {}
+        found = {"similarity": strategy.similarity(), "graph": strategy.collaboration()}
+        return {
+            name: stacked([(node.round, node.time, np.array(matrix, dtype=np.float32))])
+            for name, matrix in found.items()
+            if matrix is not None
+        }
 
     def plots(self) -> dict[str, dict[str, Any]]:
         node, strategy = self.node, self.node.server.strategy

@@ -329,11 +329,23 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     )
 
 
+def write_so_far(folder: Path, simulator: Engine) -> None:
+    """What a run that goes on has to show: its history, and the tables and arrays of extensions."""
+    if simulator.history:
+        write_table(folder / "history.csv", simulator.history)
+    for extension in simulator.extensions.values():
+        _write_files(folder, extension)
+
+
 def _write_files(folder: Path, extension: Extension) -> None:
     """The tables and arrays that it has to show."""
     for name, rows in extension.tables().items():
         if rows:
             write_table(folder / f"{name}.csv", rows)
+    write_arrays(folder, extension)
+
+
+def write_arrays(folder: Path, extension: Extension) -> None:
     for name, arrays in extension.arrays().items():
         with replacing(folder / f"{name}.npz") as partial, partial.open("wb") as file:
             np.savez_compressed(file, **arrays)

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import nn
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
+from polytempo.experiments.about import write_about
 from polytempo.experiments.config import (
     FEDERATION,
     FILLED,
@@ -27,7 +28,7 @@ from polytempo.experiments.config import (
     write_config,
 )
 from polytempo.experiments.peer_settings import refuse_server_settings
-from polytempo.experiments.result import RunResult, summarise, write_result
+from polytempo.experiments.result import RunResult, summarise, write_result, write_so_far
 from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build
 from polytempo.simulation import Engine, PeerSimulator, Simulator
@@ -39,11 +40,18 @@ from polytempo.strategies import P2P, STRATEGIES, Majority, Pooled
 from polytempo.training import Solver, find_device, make_executor, make_solver
 from polytempo.training.footprint import peak_memory
 
+
+class Flush(Protocol):
+    def __call__(self, durable: bool = True) -> None: ...
+
+
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
+SHOW_SECONDS = 1.0  # at least so long between two writes of what can be looked at meanwhile,
+SHOW_SHARE = 0.02  # which may take this share of the time
 
 
 def simulate(
@@ -387,20 +395,33 @@ def drive(
     """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
     diverges, or the disk is full, the folder stays as the last checkpoint left it."""
     write_config(folder / "config.toml", config)
+    write_about(folder, simulator.metric, simulator.federation.description)
     peak_memory(reset=True)
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
         last, over = time.monotonic(), False
+        next_show = last + SHOW_SECONDS
 
         def checkpoint() -> None:
             nonlocal last
-            flush()  # no checkpoint may count events that the log does not hold
+            flush(durable=True)  # no checkpoint may count events that the log does not hold
             state = {**simulator.state_dict(), "settings": config.settings()}
             save_state(folder / CHECKPOINT, state)
             last = time.monotonic()
 
+        def show() -> None:
+            """For those who watch: the events, the history and the tables so far."""
+            nonlocal next_show
+            began = time.monotonic()
+            flush(durable=False)
+            write_so_far(folder, simulator)
+            now = time.monotonic()
+            next_show = now + max(SHOW_SECONDS, (now - began) / SHOW_SHARE)
+
         def pause() -> bool:
+            if time.monotonic() > next_show:
+                show()
             if not over and time.monotonic() - last > CHECKPOINT_SECONDS:
                 checkpoint()
             return interrupted.is_set()
@@ -421,11 +442,11 @@ def drive(
 
 
 @contextmanager
-def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[Callable[[], None]]:
+def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[Flush]:
     """events.jsonl, one event per line; what a lost session wrote after its checkpoint is cut off.
     Yields the function that brings it up to date on disk."""
     if not config.events:
-        yield lambda: None
+        yield lambda durable=True: None
         return
     with Appended(folder / "events.jsonl", keep=simulator.events) as log:
         simulator.loggers.append(log.add)

@@ -36,7 +36,7 @@ from polytempo.simulation.extension import Extension
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Score, make_executor
 
-FORMAT = 6  # of checkpoints
+FORMAT = 7  # of checkpoints
 NOT_TESTED = Score({})
 Observer = Callable[[events.Event], None]
 P = ParamSpec("P")
