@@ -119,7 +119,7 @@ class Watch:
             write_table(self.folder / "history.csv", rows)
         if clients := each_client(self.node, self.problem):
             write_table(self.folder / "clients.csv", clients)
-        write_arrays(self.folder, Outlook(self.node, self.problem))
+        write_arrays(self.folder, Outlook(self.node, self.problem), durable=False)
 
 
 def conduct(

@@ -332,22 +332,22 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
 def write_so_far(folder: Path, simulator: Engine) -> None:
     """What a run that goes on has to show: its history, and the tables and arrays of extensions."""
     if simulator.history:
-        write_table(folder / "history.csv", simulator.history)
+        write_table(folder / "history.csv", simulator.history, durable=False)
     for extension in simulator.extensions.values():
-        _write_files(folder, extension)
+        _write_files(folder, extension, durable=False)
 
 
-def _write_files(folder: Path, extension: Extension) -> None:
+def _write_files(folder: Path, extension: Extension, durable: bool = True) -> None:
     """The tables and arrays that it has to show."""
     for name, rows in extension.tables().items():
         if rows:
-            write_table(folder / f"{name}.csv", rows)
-    write_arrays(folder, extension)
+            write_table(folder / f"{name}.csv", rows, durable)
+    write_arrays(folder, extension, durable)
 
 
-def write_arrays(folder: Path, extension: Extension) -> None:
+def write_arrays(folder: Path, extension: Extension, durable: bool = True) -> None:
     for name, arrays in extension.arrays().items():
-        with replacing(folder / f"{name}.npz") as partial, partial.open("wb") as file:
+        with replacing(folder / f"{name}.npz", durable) as partial, partial.open("wb") as file:
             np.savez_compressed(file, **arrays)
 
 
@@ -418,11 +418,11 @@ def _number(text: str) -> float | int | None:
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]], durable: bool = True) -> None:
     """Rows as CSV."""
     text = io.StringIO()
     columns = dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    replace_text(path, text.getvalue())
+    replace_text(path, text.getvalue(), durable)

@@ -51,7 +51,7 @@ SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
 SHOW_SECONDS = 1.0  # at least so long between two writes of what can be looked at meanwhile,
-SHOW_SHARE = 0.02  # which may take this share of the time
+SHOW_SHARE = 0.05  # which may take this share of the time
 
 
 def simulate(

@@ -112,8 +112,7 @@ def make_app(folders: list[Path], token: str | None = None) -> Starlette:
             version = found.look()
             if asked.get("have") == f"{version}-{order}":
                 return Response(status_code=204)
-            since = _integer(asked.get("since"), -1)
-            shown = panels.everything(found, since, cast(panels.Order, order))
+            shown = panels.everything(found, cast(panels.Order, order))
         return JSONResponse({"have": f"{version}-{order}", **shown})
 
     def matrix(request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -13,13 +14,14 @@ from numpy.typing import NDArray
 from polytempo.core.metric import finite
 from polytempo.report.clusters import strips
 from polytempo.report.maps import by_cluster
-from polytempo.view.activity import FATES, GONE, MODELS, MOST, SENDING, STATES, Client
+from polytempo.view.activity import FATES, GONE, IDLE, MODELS, MOST, SENDING, STATES, Client
 from polytempo.view.folder import Row, RunFolder, numeric
 
 POINTS = 1_000  # of a curve
 CELLS = 10_000  # clients in the grid
+LATELY = 20  # one in so many clients, those that have uploaded last, are shown as uploading
 ROWS = 40  # clients in the timeline
-BARS = 4_000  # trainings there
+BARS = 2_000  # trainings there
 BINS = 40  # of the histogram of staleness
 SIDE = 120  # cells of a matrix along one side
 LINES, ACROSS = 200, 300  # clients, and columns, of the strips of clusters
@@ -44,9 +46,8 @@ def about(run: RunFolder) -> Table:
     }
 
 
-def everything(run: RunFolder, since: int = -1, order: Order = "slowest") -> Table:
-    """A run in full. `since`: the number of events at the page's last look: who has uploaded since
-    then is shown so."""
+def everything(run: RunFolder, order: Order = "slowest") -> Table:
+    """A run in full."""
     found = {
         **about(run),
         "folder": str(run.path),
@@ -56,7 +57,7 @@ def everything(run: RunFolder, since: int = -1, order: Order = "slowest") -> Tab
         "deployed": run.deployed,
         "figures": _figures(run),
         "curve": curve(run),
-        "clients": grid(run, since),
+        "clients": grid(run),
         "timeline": timeline(run, order),
         "staleness": staleness(run),
         "messages": messages(run),
@@ -175,7 +176,7 @@ def thin(items: Sequence[T], most: int) -> list[T]:
 # -- clients ---------------------------------------------------------------------------------------
 
 
-def grid(run: RunFolder, since: int) -> Table | None:
+def grid(run: RunFolder) -> Table | None:
     """Every client: what it does, its last staleness, its updates, its metric."""
     activity = run.activity
     if not run.has_events and not run.each.value:
@@ -184,16 +185,20 @@ def grid(run: RunFolder, since: int) -> Table | None:
     shown = range(min(clients, CELLS))
     nobody = Client(GONE) if run.deployed else _NOBODY
     known = [activity.clients.get(number, nobody) for number in shown]
-    states = [
-        SENDING if 0 <= since <= client.sent and client.state != GONE else client.state
-        for client in known
-    ]
+    states = [client.state for client in known]
+    if run.status == "finished":  # what was under way then has come to nothing
+        states = [GONE if state == GONE else IDLE for state in states]
+    else:
+        latest = nlargest(max(1, clients // LATELY), shown, key=lambda k: known[k].sent)
+        for k in latest:
+            if known[k].sent >= 0 and states[k] != GONE:
+                states[k] = SENDING
     each = {row["client"]: row for row in run.each.value if isinstance(row.get("client"), int)}
     values = [numeric(each.get(k, {}).get(run.metric.name)) for k in shown]
     names = [each.get(k, {}).get("name") for k in shown]
-    everybody = Counter(activity.clients.get(k, nobody).state for k in range(min(clients, MOST)))
-    everybody.update(states)
-    everybody.subtract(client.state for client in known)
+    everybody = Counter(states)
+    for number in range(len(states), min(clients, MOST)):  # those that are not drawn
+        everybody[activity.clients.get(number, nobody).state] += 1
     return {
         "states": STATES,
         "counts": [everybody[k] for k in range(len(STATES))],

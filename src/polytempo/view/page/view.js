@@ -10,6 +10,7 @@ const CLUSTERS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e0
 const KINDS = { dispatch: "to clients", upload: "from clients", multicast: "to clients in training",
   exchange: "between peers" };
 const EVERY = 1000, SELDOM = 4000; // milliseconds between two looks: while runs go on, and else
+const LATEST = 250; // trainings that fill the width of the timeline
 const CHOSEN = 8, DETAILED = 4; // runs in the curves, and in full
 
 const $ = (where, what) => where.querySelector(what);
@@ -64,7 +65,7 @@ async function lookAtRuns() {
 async function lookAtRun(key) {
   const before = known.get(key);
   const order = views.has(key) ? $(views.get(key), ".order").value : "slowest";
-  const asked = new URLSearchParams({ order, have: before?.have ?? "", since: before?.events ?? -1 });
+  const asked = new URLSearchParams({ order, have: before?.have ?? "" });
   const found = await ask(`/api/runs/${key}?${asked}`);
   if (found === undefined) known.delete(key);
   else if (found) known.set(key, { ...found, key, fresh: true });
@@ -126,15 +127,14 @@ function list() {
 
 // -- drawing ----------------------------------------------------------------------------------------
 
-const CONFIG = { displaylogo: false, responsive: true,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+const CONFIG = { displayModeBar: false, responsive: true };
 
 function plot(place, traces, layout = {}) {
   const axis = { gridcolor: css("--grid"), zeroline: false, linecolor: css("--line"),
     automargin: true, tickfont: { color: css("--quiet") } };
   const style = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: "system-ui, sans-serif" },
-    margin: { l: 48, r: 12, t: 8, b: 42 }, hovermode: "closest", uirevision: "as it was",
+    margin: { l: 48, r: 12, t: 12, b: 42 }, hovermode: "closest", uirevision: "as it was",
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, ...layout,
     xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
   return Plotly.react(place, traces, style, CONFIG);
@@ -347,39 +347,39 @@ function drawTimeline(view, run) {
   if (!given) return;
   const most = Math.max(1, ...given.staleness), stale = given.staleness.some((value) => value > 0);
   const steps = stale ? Math.min(5, most + 1) : 1, groups = new Map();
-  const lane = given.clients.length, thick = Math.max(3, Math.min(14, Math.floor(250 / lane)));
-  const add = (name, color, dash, k) => {
-    if (!groups.has(name)) groups.set(name, { x: [], y: [], text: [], name, mode: "lines", hoverinfo: "text",
-      line: { color, width: thick, dash }, rank: groups.size });
-    const group = groups.get(name), client = given.clients[given.row[k]];
-    const about = `client ${client}, ${(given.end[k] - given.start[k]).toPrecision(3)} s`
-      + (given.fate[k] === 0 && stale ? `, staleness ${given.staleness[k]}` : given.fate[k] ? `, ${given.fates[given.fate[k]]}` : "");
-    group.x.push(given.start[k], given.end[k], null);
-    group.y.push(given.row[k], given.row[k], null);
-    group.text.push(about, about, "");
+  const lane = given.clients.length, dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const add = (name, color, k) => {
+    if (!groups.has(name)) groups.set(name, { type: "bar", orientation: "h", x: [], y: [], base: [], text: [], name,
+      width: 0.8, textposition: "none", hoverinfo: "text", marker: { color, line: { color: css("--card"), width: 1 } } });
+    const group = groups.get(name), client = given.clients[given.row[k]], took = given.end[k] - given.start[k];
+    group.text.push(`client ${client}, ${took.toPrecision(3)} s`
+      + (given.fate[k] ? `, ${given.fates[given.fate[k]]}` : stale ? `, staleness ${given.staleness[k]}` : ""));
+    group.base.push(given.start[k]);
+    group.x.push(took);
+    group.y.push(given.row[k]);
   };
   const bound = (step) => Math.round((step * (most + 1)) / steps);
   for (let step = 0; step < steps; step++) {
     const from = bound(step), to = bound(step + 1) - 1;
     const name = !stale ? "done" : from === to ? `staleness ${from}` : `staleness ${from}–${to}`;
-    const color = stale ? shade(0.12 + (0.83 * step) / Math.max(1, steps - 1)) : STATE.training;
+    const color = stale ? shade((dark ? 0.35 : 0.1) + ((dark ? 0.65 : 0.85) * step) / Math.max(1, steps - 1)) : STATE.training;
     given.fate.forEach((fate, k) => {
-      if (fate === 0 && given.staleness[k] >= from && given.staleness[k] <= to) add(name, color, "solid", k);
+      if (fate === 0 && given.staleness[k] >= from && given.staleness[k] <= to) add(name, color, k);
     });
   }
-  given.fate.forEach((fate, k) => { if (fate === 2) add("under way", "#56b4e9", "solid", k); });
-  given.fate.forEach((fate, k) => { if (fate === 1) add("lost", "#d55e00", "solid", k); });
+  given.fate.forEach((fate, k) => { if (fate === 2) add("under way", "#56b4e9", k); });
+  given.fate.forEach((fate, k) => { if (fate === 1) add("lost", "#d55e00", k); });
   const every = Math.ceil(lane / 24), rows = given.clients.map((_, k) => k).filter((k) => k % every === 0);
   const latest = Math.max(...given.end), earliest = Math.min(...given.start);
-  // A dozen trainings of a client of middling speed fill the width; the rest is a drag away.
-  const middle = [...given.seconds].sort((a, b) => a - b)[Math.floor(lane / 2)] || 1;
-  const span = Math.min(latest - earliest, Math.max(14 * middle, (latest - earliest) / 12)) || 1;
+  // The latest few fill the width; the rest is a drag away.
+  const starts = [...given.start].sort((a, b) => b - a);
+  const from = starts[Math.min(starts.length, LATEST) - 1] ?? earliest, span = latest - from || 1;
   const place = $(card, ".plot");
-  place.style.height = `${Math.max(200, Math.min(620, 90 + lane * (thick + 4)))}px`;
+  place.style.height = `${Math.max(220, Math.min(620, 110 + lane * 16))}px`;
   plot(place, [...groups.values()], {
-    hovermode: "closest", dragmode: "pan", showlegend: true,
+    barmode: "overlay", hovermode: "closest", dragmode: "pan", showlegend: true,
     xaxis: { title: { text: run.deployed ? "time (s)" : "simulated time (s)" }, showgrid: true,
-      range: [latest - span, latest + span * 0.02] },
+      range: [latest - span * 1.01, latest + span * 0.01] },
     yaxis: { tickvals: rows, ticktext: rows.map((k) => given.clients[k]), range: [lane - 0.4, -0.6],
       title: { text: "client" }, fixedrange: true, showgrid: false },
     uirevision: `${place.dataset.moved ?? latest}`,
