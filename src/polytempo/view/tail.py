@@ -23,6 +23,7 @@ class Tail:
     def __init__(self, path: Path, chunk: int = CHUNK) -> None:
         self.path, self._chunk = path, chunk
         self.left = 0  # bytes that were not read yet, those of an incomplete line included
+        self.behind = False  # whether there may be more to read at once
         self._forget()
 
     def _forget(self) -> None:
@@ -46,17 +47,13 @@ class Tail:
                 self._offset += end
                 self._last = (self._last + data[:end])[-_REMEMBERED:]
                 self.left = max(0, found.st_size - self._offset)
+                self.behind = len(data) == self._chunk
                 return anew, data[:end].splitlines()
         except OSError:
             anew = self._offset > 0
             self._forget()
-            self.left = 0
+            self.left, self.behind = 0, False
             return anew, []
-
-    @property
-    def behind(self) -> bool:
-        """Whether there is more to read at once."""
-        return self.left >= self._chunk
 
     def _goes_on(self, file: BinaryIO, found: os.stat_result) -> bool:
         """Whether this is still the file that was read, up to where it was."""

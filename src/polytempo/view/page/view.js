@@ -160,11 +160,11 @@ function draw() {
 function drawCurves(shown) {
   const x = $(document, "input[name=x]:checked").value;
   const y = $(document, "input[name=y]:checked").value;
-  const stamp = JSON.stringify([x, y, shown.map((run) => [run.key, run.have]), css("--ink")]);
+  const close = $(document, "#close").checked;
+  const stamp = JSON.stringify([x, y, close, shown.map((run) => [run.key, run.have]), css("--ink")]);
   const place = $(document, "#curve");
   if (place.dataset.stamp === stamp) return;
-  const before = place.dataset.axes;
-  place.dataset.stamp = stamp; place.dataset.axes = x + y;
+  place.dataset.stamp = stamp;
   const metric = shown[0]?.metric;
   const label = y === "loss" ? "loss" : metric?.label ?? "metric";
   $(document, "#heading").textContent = label[0].toUpperCase() + label.slice(1)
@@ -178,9 +178,9 @@ function drawCurves(shown) {
   }));
   const clock = shown.every((run) => run.deployed) ? "time (s)" : "simulated time (s)";
   plot(place, traces, {
-    hovermode: "x unified", showlegend: shown.length > 1, uirevision: before === x + y ? "same" : x + y,
+    hovermode: "x unified", showlegend: shown.length > 1, uirevision: x + y + close,
     xaxis: { title: { text: { time: clock, round: "updates", messages: "models sent" }[x] }, rangemode: "tozero" },
-    yaxis: { tickformat: share ? ".0%" : "" },
+    yaxis: { tickformat: share ? ".0%" : "", ...closeUp(traces) },
   });
   const others = [...new Set(shown.map((run) => run.metric.name))];
   const notes = [];
@@ -189,6 +189,14 @@ function drawCurves(shown) {
   if (thin) notes.push(`${thin.toLocaleString()} evaluations are left out: 1,000 per run are drawn.`);
   if (shown.length > DETAILED) notes.push(`Of these, the first ${DETAILED} are shown in full below.`);
   $(document, "#curvenote").textContent = notes.join(" ");
+}
+
+/** With the close-up: the values of the last two thirds of each run, which the first rise would flatten. */
+function closeUp(traces) {
+  if (!$(document, "#close").checked) return {};
+  const late = traces.flatMap(({ y }) => y.slice(Math.floor(y.length / 3))).filter((value) => value !== null);
+  const low = Math.min(...late), high = Math.max(...late), room = 0.06 * (high - low) || 0.01;
+  return late.length ? { range: [low - room, high + room] } : {};
 }
 
 const text = (value) => String(value).replace(/[<&]/g, (c) => ({ "<": "&lt;", "&": "&amp;" })[c]);
@@ -350,7 +358,7 @@ function drawTimeline(view, run) {
   const lane = given.clients.length, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const add = (name, color, k) => {
     if (!groups.has(name)) groups.set(name, { type: "bar", orientation: "h", x: [], y: [], base: [], text: [], name,
-      width: 0.8, textposition: "none", hoverinfo: "text", marker: { color, line: { color: css("--card"), width: 1 } } });
+      width: 0.8, textposition: "none", hoverinfo: "text", marker: { color, line: { color: css("--card"), width: 0.5 } } });
     const group = groups.get(name), client = given.clients[given.row[k]], took = given.end[k] - given.start[k];
     group.text.push(`client ${client}, ${took.toPrecision(3)} s`
       + (given.fate[k] ? `, ${given.fates[given.fate[k]]}` : stale ? `, staleness ${given.staleness[k]}` : ""));
@@ -494,7 +502,7 @@ function drawSettings(view, run) {
   }));
 }
 
-for (const name of ["#against", "#figure"]) $(document, name).addEventListener("change", draw);
+for (const name of ["#against", "#figure", "#close"]) $(document, name).addEventListener("change", draw);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) draw(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const run of known.values()) run.fresh = true;
