@@ -1,6 +1,7 @@
 """What events add up to."""
 
 import json
+from itertools import pairwise
 
 from polytempo.view.activity import (
     DONE,
@@ -129,3 +130,13 @@ def test_memory_is_bounded(log, monkeypatch):
     assert len(activity.trainings) == 5 and activity.over == 20
     assert len(activity.bars({0}, 3)) == 3
     assert activity.bars({0}, 3)[0] == (0, 19.0, 19.5, 0, DONE)  # the latest
+
+
+def test_messages_are_counted_now_and_then_over_the_whole_run(log, monkeypatch):
+    monkeypatch.setattr("polytempo.view.activity.SAMPLES", 8)
+    activity = fed(log("dispatch", float(k), client=0, dispatch=k) for k in range(100))
+    assert len(activity.sent) < 8
+    assert all(counts[0] == time + 1 for time, counts in activity.sent)
+    gaps = {later - sooner for (sooner, _), (later, _) in pairwise(activity.sent)}
+    assert len(gaps) == 1 and activity.sent[-1][0] > 80
+    assert activity.sent_now() == (100, 0, 0, 0)

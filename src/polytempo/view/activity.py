@@ -19,6 +19,7 @@ FATES = ("done", "lost", "under way")  # what became of a training, by these num
 MODELS = ("dispatch", "upload", "multicast", "exchange")  # events that are messages with a model
 MOST = 1_000_000  # clients: a larger number is not one
 KEPT = 50_000  # trainings
+SAMPLES = 1_000  # of the counts of messages, over the run
 Bar = tuple[int, float, float, int, int]  # client, start, end, staleness, fate
 
 
@@ -60,7 +61,8 @@ class Activity:
         self.counts: Counter[str] = Counter()  # events by kind
         self.staleness: Counter[int] = Counter()
         self.points: list[Point] = []
-        self.sent: list[tuple[float, tuple[int, ...]]] = []  # messages by kind at evaluations
+        self.sent: list[tuple[float, tuple[int, ...]]] = []  # messages by kind, now and then
+        self._stride = 1  # events from one of these to the next
         self.metric: str | None = None
         self.time, self.round, self.version, self.events = 0.0, 0, 0, 0
         self.unreadable = 0  # lines
@@ -98,6 +100,14 @@ class Activity:
         self.counts[kind] += 1
         self.time, self.round, self.version = max(self.time, time), round_, version
         self.events += 1
+        if self.events % self._stride == 0:
+            self.sent.append((self.time, self.sent_now()))
+            if len(self.sent) >= SAMPLES:  # half of them will do
+                self.sent, self._stride = self.sent[1::2], 2 * self._stride
+
+    def sent_now(self) -> tuple[int, ...]:
+        """Messages by kind."""
+        return tuple(self.counts[kind] for kind in MODELS)
 
     def _evaluated(self, event: dict[str, Any], time: float, round_: int) -> None:
         self.metric = str(event["metric"])
@@ -106,7 +116,6 @@ class Activity:
             for key in ("value", "loss")
         )
         self.points.append(Point(time, round_, self.messages, value, loss))
-        self.sent.append((time, tuple(self.counts[kind] for kind in MODELS)))
 
     def _happened(self, kind: str, event: dict[str, Any], client: Client, time: float) -> None:
         number = event["client"]

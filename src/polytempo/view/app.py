@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -87,6 +89,7 @@ def make_app(folders: list[Path], token: str | None = None) -> Starlette:
         return FileResponse(plotly_file(), media_type="text/javascript")
 
     def runs(request: Request) -> Response:
+        app.state.looks, app.state.looked = app.state.looks + 1, time.monotonic()
         found = []
         for key, run in shelf.runs().items():
             with run.lock:
@@ -129,7 +132,7 @@ def make_app(folders: list[Path], token: str | None = None) -> Starlette:
     middleware = [Middleware(Guard, token=token)]
     if token is None:
         middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL))
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", page),
             Route("/plotly.js", plotly),
@@ -140,6 +143,8 @@ def make_app(folders: list[Path], token: str | None = None) -> Starlette:
         ],
         middleware=middleware,
     )
+    app.state.looks, app.state.looked = 0, -math.inf  # of pages, and the last one
+    return app
 
 
 def plotly_file() -> Path:

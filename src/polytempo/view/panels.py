@@ -282,8 +282,10 @@ def messages(run: RunFolder) -> Table | None:
     kinds = [kind for kind in MODELS if activity.counts[kind] or told.get(kind)]
     if not kinds:
         return None
-    now = (activity.time, tuple(activity.counts[kind] for kind in MODELS))
-    points: Iterable[tuple[float, tuple[int, ...]]] = thin([*activity.sent, now], POINTS)
+    points: Iterable[tuple[float, tuple[int, ...]]] = [
+        *activity.sent,
+        (activity.time, activity.sent_now()),
+    ]
     if not run.has_events:
         points = [
             (time, tuple(int(numeric(row.get(kind)) or 0) for kind in MODELS))

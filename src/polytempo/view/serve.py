@@ -18,7 +18,9 @@ from typing import Any
 from polytempo.core.errors import PolytempoError
 
 PORT = 7600  # unless it is taken, or another is asked for
-LAST_LOOK = 5.0  # seconds that a page has to see the end of the run that the view was beside
+WATCHED = 15.0  # seconds: a page that has not asked since then is not looked at
+LAST_LOOKS = 3  # that a page takes before the view ends after its run: it has drawn the last state
+PATIENCE = 60.0  # seconds that they may take
 Say = Callable[[str], None]
 
 
@@ -84,7 +86,7 @@ def serve(
         )
         server = uvicorn.Server(settings)
         if until_eof:
-            threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+            threading.Thread(target=_end_with_input, args=(server, app), daemon=True).start()
         if ipaddress.ip_address(host).is_unspecified:  # all interfaces: by what others know it
             host = socket.gethostname()
         where = f"[{host}]" if ":" in host else host
@@ -93,10 +95,14 @@ def serve(
             server.run(sockets=[place])
 
 
-def _end_with_input(server: Any) -> None:
-    """The run beside which this view was started has ended, or was killed."""
+def _end_with_input(server: Any, app: Any) -> None:
+    """When the run beside which this view was started has ended, or was killed: once a page that is
+    open has seen it."""
     sys.stdin.buffer.read()
-    time.sleep(LAST_LOOK)
+    ended, looks = time.monotonic(), app.state.looks
+    if ended < app.state.looked + WATCHED:
+        while app.state.looks < looks + LAST_LOOKS and time.monotonic() < ended + PATIENCE:
+            time.sleep(0.1)
     server.should_exit = True
 
 

@@ -180,7 +180,7 @@ function drawCurves(shown) {
   plot(place, traces, {
     hovermode: "x unified", showlegend: shown.length > 1, uirevision: x + y + close,
     xaxis: { title: { text: { time: clock, round: "updates", messages: "models sent" }[x] }, rangemode: "tozero" },
-    yaxis: { tickformat: share ? ".0%" : "", ...closeUp(traces) },
+    yaxis: { tickformat: share ? ".2~%" : "", ...closeUp(traces) },
   });
   const others = [...new Set(shown.map((run) => run.metric.name))];
   const notes = [];
