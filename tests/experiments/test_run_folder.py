@@ -65,7 +65,7 @@ def test_a_run_writes_a_whole_folder(finished):
     assert outcome.code == 0
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "history.csv", "result.json", "checkpoint.safetensors", "events.jsonl"),
-        *("accuracy.png", "staleness.png", "graph.png", "report.html"),
+        *("accuracy.png", "staleness.png", "graph.png", "graph.npz", "report.html", "about.json"),
     }
     assert str(folder) in outcome.out
 

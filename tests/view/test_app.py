@@ -1,10 +1,14 @@
 """The endpoints: they read, and only what they are meant to."""
 
+import json
+
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from polytempo.core.errors import PolytempoError
 from polytempo.view.app import make_app
+from polytempo.view.save import save
 from polytempo.view.serve import bind, is_local
 
 HERE = "http://127.0.0.1:7600"
@@ -113,3 +117,22 @@ def test_where_it_listens():
     for wrong in ("7600", "host:port", "127.0.0.1:70000", ":80"):
         with pytest.raises(PolytempoError, match="HOST:PORT"):
             bind(wrong)
+
+
+def test_a_saved_page_holds_all_that_it_needs(runs, make_run, tmp_path):
+    evil = make_run("evil")
+    (evil / "about.json").write_text('{"command": "</script><script>alert(1)</script>"}')
+    np.savez(evil / "graph.npz", rounds=[1], times=[0.5], matrices=np.zeros((1, 4, 4)))
+    page = tmp_path / "report.html"
+    assert save([runs], page) == 2
+    text = page.read_text(encoding="utf8")
+    assert "src=" not in text.partition("<script>")[0] and "/page/view" not in text
+    assert "<script>alert" not in text
+    kept = json.loads(text.partition('id="saved">')[2].partition("</script>")[0])
+    answers = kept["answers"]
+    listed = {run["name"]: run["key"] for run in answers["/api/runs"]["runs"]}
+    assert listed.keys() == {"one", "evil"}
+    assert answers[f"/api/runs/{listed['one']}"]["clients"]["counts"] == [3, 1, 0, 0]
+    assert answers[f"/api/runs/{listed['evil']}/graph?number=0"]["round"] == 1
+    with pytest.raises(PolytempoError, match="no runs"):
+        save([tmp_path / "nowhere"], page)

@@ -35,11 +35,19 @@ def view_command(
             help="Ask for this token \\[on this machine none, elsewhere a new one].",
         ),
     ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            help="Write the page with its data into one file (some 5 MB) instead: a report that "
+            "works anywhere, without this program.",
+        ),
+    ] = None,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
     """Show runs in a web page on this machine, as they go.
 
-    Example: polytempo view runs/compare
+    Example: polytempo view runs/compare, or polytempo view runs/compare --save report.html
 
     It reads the folders of simulations and of deployed servers, and never writes. Ctrl-C ends it.
     """
@@ -52,6 +60,16 @@ def view_command(
             )
     if token is not None and not token.strip():
         raise PolytempoError("the token is empty; leave it out, and one is made where it is needed")
+    if save is not None:
+        from polytempo.view.save import save as save_page
+
+        number = save_page(found, save.expanduser())
+        output.print(
+            f"{number} {'run' if number == 1 else 'runs'} in [bold]{escape(str(save))}[/]",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
     serve(found, listen=listen, token=token, say=_say, until_eof=until_eof)
 
 

@@ -6,9 +6,11 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from polytempo.core.metric import MetricInfo
 from polytempo.files import replace_text
@@ -29,6 +31,22 @@ def write_about(folder: Path, metric: MetricInfo, federation: str) -> None:
         "machine": f"{platform.system()} {platform.machine()}",
     }
     replace_text(folder / "about.json", json.dumps(found, indent=2) + "\n")
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Empty in a folder of before there were such files."""
+    try:
+        found = json.loads((folder / "about.json").read_text(encoding="utf8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def origin(about: Mapping[str, Any]) -> dict[str, str]:
+    """What a report says of when and with what a run was made."""
+    versions = ", ".join(f"{name} {of}" for name, of in about.get("versions", {}).items())
+    rows = {"began": about.get("began"), "versions": versions, "machine": about.get("machine")}
+    return {name: str(value) for name, value in rows.items() if value}
 
 
 def _is_command() -> bool:

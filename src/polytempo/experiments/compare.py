@@ -16,6 +16,7 @@ from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
+from polytempo.experiments.about import origin, read_about
 from polytempo.experiments.config import EXECUTION, RunConfig, difference, make_config, read_config
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
@@ -313,14 +314,30 @@ def _write(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> No
         for name, caption in PLOTS.items():
             if (place / name).exists():
                 images.append((f"{label}: {caption} ({place.name})", place / name))
+    places = [
+        folder / slug(label) / f"seed{results[0].seed}"
+        for label, results in comparison.results.items()
+    ]
+    about = read_about(places[0])
+    seeds = ", ".join(str(result.seed) for result in next(iter(comparison.results.values())))
     write_html(
         folder / "report.html",
         title=f"{', '.join(comparison.results)} on {comparison.summaries()[0]['federation']}",
         intro=f"Handed: {metric.label} of the model that each client is handed, mean over clients "
         f"(mean of the last evaluations); {metric.direction}. Adapted: the same model after some "
-        "epochs of local training. Times are simulated seconds.",
+        "epochs of local training. Times are simulated seconds. Seeds: " + seeds + ".",
         table=table,
         images=images,
-        settings=settings,
-        command=None,
+        settings={**settings, **shared_settings(places), **origin(about)},
+        command=about.get("command"),
     )
+
+
+def shared_settings(places: Sequence[Path]) -> dict[str, Any]:
+    """The settings, in full, that all of these runs have in common, but for the seed."""
+    first, *others = (read_config(place / "config.toml") for place in places)
+    return {
+        key: value
+        for key, value in first.items()
+        if key != "seed" and all(other.get(key) == value for other in others)
+    }

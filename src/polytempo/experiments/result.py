@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.metric import MetricInfo, finite
+from polytempo.experiments.about import origin, read_about
 from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
@@ -317,6 +318,7 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     if not can_plot():
         return
     images = _plots(folder, result, extensions)
+    about = read_about(folder)
     write_html(
         folder / "report.html",
         title=f"{result.summary['strategy']} on {result.summary['federation']}",
@@ -325,7 +327,8 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
         + f" Metric: {result.metric.label}, {result.metric.direction}.",
         table=[_figures(result)],
         images=images,
-        settings=settings,
+        settings={**settings, **origin(about)},
+        command=about.get("command"),
     )
 
 
@@ -366,7 +369,7 @@ def _plots(
     path = result.plot(folder / f"{metric.name}.png")
     images = [(f"{metric.heading} against {result.clock}", path)]
     counts = {int(k): v for k, v in result.summary["staleness"].items()}
-    if counts:
+    if any(counts):  # else all updates were fresh
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
     for name, given in ((n, g) for each in extensions for n, g in each.plots().items()):
@@ -378,7 +381,7 @@ def _plots(
 def _figures(result: RunResult) -> dict[str, str]:
     summary, metric = result.summary, result.metric
     more = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
-    if summary["staleness"]:
+    if summary["staleness_mean"]:
         more["mean staleness"] = f"{summary['staleness_mean']:.1f}"
     return {
         "strategy": summary["strategy"],

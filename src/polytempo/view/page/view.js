@@ -11,7 +11,7 @@ const KINDS = { dispatch: "to clients", upload: "from clients", multicast: "to c
   exchange: "between peers" };
 const EVERY = 1000, SELDOM = 4000; // milliseconds between two looks: while runs go on, and else
 const LATEST = 250; // trainings that fill the width of the timeline
-const CHOSEN = 8, DETAILED = 4; // runs in the curves, and in full
+const CHOSEN = 24, DETAILED = 4; // runs in the curves, and in full
 
 const $ = (where, what) => where.querySelector(what);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -21,7 +21,10 @@ const views = new Map(); // key -> element
 let chosen = null; // keys, in the order of their colours; null: not chosen by hand yet
 let lost = false;
 
+const saved = JSON.parse(document.querySelector("#saved")?.textContent ?? "null"); // a page in one file
+
 async function ask(path) {
+  if (saved) return saved.answers[path] ?? saved.answers[path.split("?")[0]];
   const answer = await fetch(path, { cache: "no-store" });
   if (answer.status === 204) return null;
   if (answer.status === 404) return undefined;
@@ -49,7 +52,7 @@ async function look() {
     lost = String(error.message || error);
   }
   say();
-  setTimeout(look, pause);
+  if (!saved) setTimeout(look, pause);
 }
 
 async function lookAtRuns() {
@@ -76,6 +79,7 @@ function picked() {
   if (chosen) return chosen.filter((key) => runs.has(key));
   const all = [...runs.values()];
   const going = all.filter((run) => run.status === "running");
+  if (saved) return all.slice(0, CHOSEN).map((run) => run.key);
   return (going.length ? going : all).slice(0, going.length ? CHOSEN : 1).map((run) => run.key);
 }
 
@@ -83,7 +87,7 @@ function say() {
   const state = $(document, "#state");
   state.className = lost ? "lost" : "";
   const going = [...runs.values()].filter((run) => run.status === "running").length;
-  state.textContent = lost
+  state.textContent = saved ? `saved ${saved.saved}` : lost
     ? "No answer. If the run has ended, its view has too: polytempo view FOLDER shows it again."
     : `${runs.size} run${runs.size === 1 ? "" : "s"}, ${going ? `${going} going on` : "none going on"}`;
 }
@@ -91,7 +95,9 @@ function say() {
 // -- the list of runs -------------------------------------------------------------------------------
 
 const look_of = (key) => {
-  const place = Math.max(0, picked().indexOf(key));
+  const shown = picked().map((one) => runs.get(one)), seeds = group(shown);
+  const place = Math.max(0, together(seeds, shown) // runs that differ by their seed have one colour
+    ? [...seeds.values()].findIndex((of) => of.some((run) => run.key === key)) : shown.findIndex((run) => run.key === key));
   return { color: PALETTE[place % PALETTE.length], dash: DASHES[Math.floor(place / PALETTE.length)] };
 };
 
@@ -99,7 +105,7 @@ function list() {
   const box = $(document, "#list"), keys = picked();
   const wanted = [...runs.values()].map((run) => {
     const part = run.planned ? `${Math.round((100 * run.round) / run.planned)}%` : `${run.round}`;
-    return { ...run, text: run.status === "running" ? part : run.status, on: keys.includes(run.key) };
+    return { ...run, means: $(document, "#seeds").checked, text: run.status === "running" ? part : run.status, on: keys.includes(run.key) };
   });
   const stamp = JSON.stringify(wanted);
   if (box.dataset.stamp === stamp) return;
@@ -127,7 +133,7 @@ function list() {
 
 // -- drawing ----------------------------------------------------------------------------------------
 
-const CONFIG = { displayModeBar: false, responsive: true };
+const CONFIG = { displayModeBar: false };
 
 function plot(place, traces, layout = {}) {
   const axis = { gridcolor: css("--grid"), zeroline: false, linecolor: css("--line"),
@@ -137,6 +143,10 @@ function plot(place, traces, layout = {}) {
     margin: { l: 48, r: 12, t: 12, b: 42 }, hovermode: "closest", uirevision: "as it was",
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, ...layout,
     xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
+  if (!place.dataset.watched) { // the page may be laid out anew around it
+    place.dataset.watched = "yes";
+    new ResizeObserver(() => { if (place.clientWidth && place.data) Plotly.Plots.resize(place); }).observe(place);
+  }
   return Plotly.react(place, traces, style, CONFIG);
 }
 
@@ -161,7 +171,7 @@ function drawCurves(shown) {
   const x = $(document, "input[name=x]:checked").value;
   const y = $(document, "input[name=y]:checked").value;
   const close = $(document, "#close").checked;
-  const stamp = JSON.stringify([x, y, close, shown.map((run) => [run.key, run.have]), css("--ink")]);
+  const stamp = JSON.stringify([x, y, close, $(document, "#seeds").checked, shown.map((run) => [run.key, run.have]), css("--ink")]);
   const place = $(document, "#curve");
   if (place.dataset.stamp === stamp) return;
   place.dataset.stamp = stamp;
@@ -170,11 +180,14 @@ function drawCurves(shown) {
   $(document, "#heading").textContent = label[0].toUpperCase() + label.slice(1)
     + (metric && y !== "loss" ? ` (${metric.better} is better)` : "");
   const share = y !== "loss" && metric?.share;
-  const traces = shown.map((run) => ({
+  const form = share ? ".1%" : ".4g";
+  const seeds = group(shown), means = together(seeds, shown);
+  $(document, "#seeds").parentElement.hidden = seeds.size === shown.length;
+  const traces = means ? [...seeds].flatMap(([name, runs], k) => ofSeeds(name, runs, x, y, k, form)) : shown.map((run) => ({
     x: run.curve[x], y: run.curve[y], name: run.name, mode: "lines+markers",
     marker: { size: run.curve.time.length > 60 ? 3 : 5 }, connectgaps: true,
     line: { width: 2.2, ...look_of(run.key) },
-    hovertemplate: `%{y:${share ? ".1%" : ".4g"}}<extra>${text(run.name)}</extra>`,
+    hovertemplate: `%{y:${form}}<extra>${text(run.name)}</extra>`,
   }));
   const clock = shown.every((run) => run.deployed) ? "time (s)" : "simulated time (s)";
   plot(place, traces, {
@@ -183,12 +196,46 @@ function drawCurves(shown) {
     yaxis: { tickformat: share ? ".2~%" : "", ...closeUp(traces) },
   });
   const others = [...new Set(shown.map((run) => run.metric.name))];
-  const notes = [];
+  const notes = means ? ["Lines are means over seeds, bands reach from the lowest to the highest."] : [];
   if (others.length > 1) notes.push(`These runs are judged by different metrics: ${others.join(", ")}.`);
   const thin = shown.reduce((sum, run) => sum + run.curve.left_out, 0);
   if (thin) notes.push(`${thin.toLocaleString()} evaluations are left out: 1,000 per run are drawn.`);
   if (shown.length > DETAILED) notes.push(`Of these, the first ${DETAILED} are shown in full below.`);
   $(document, "#curvenote").textContent = notes.join(" ");
+}
+
+/** Runs that differ by their seed alone, by the name of the rest of their folder. */
+function group(shown) {
+  const found = new Map();
+  for (const run of shown) {
+    const name = run.name.replace(/[/_-]?seed\d+$/, "") || run.strategy;
+    found.set(name, [...(found.get(name) ?? []), run]);
+  }
+  return found;
+}
+
+const together = (seeds, shown) => seeds.size < shown.length && $(document, "#seeds").checked;
+
+/** Mean, lowest and highest of several seeds. A value holds until the next evaluation. */
+function ofSeeds(name, runs, x, y, k, form) {
+  const curves = runs.map((run) => run.curve[x].map((at, i) => [at, run.curve[y][i]]).filter(([, value]) => value !== null))
+    .filter((curve) => curve.length);
+  if (!curves.length) return [];
+  const begin = Math.max(...curves.map((curve) => curve[0][0]));
+  const grid = [...new Set(curves.flatMap((curve) => curve.map(([at]) => at)))].filter((at) => at >= begin).sort((a, b) => a - b);
+  const values = curves.map((curve) => {
+    let place = 0;
+    return grid.map((at) => { while (place + 1 < curve.length && curve[place + 1][0] <= at) place++; return curve[place][1]; });
+  });
+  const over = (how) => grid.map((_, i) => how(values.map((one) => one[i])));
+  const color = PALETTE[k % PALETTE.length], dash = DASHES[Math.floor(k / PALETTE.length)];
+  const edge = { x: grid, mode: "lines", line: { width: 0, shape: "hv" }, hoverinfo: "skip", showlegend: false, legendgroup: name };
+  return [
+    { ...edge, y: over((all) => Math.min(...all)) },
+    { ...edge, y: over((all) => Math.max(...all)), fill: "tonexty", fillcolor: `${color}2b` },
+    { x: grid, y: over((all) => all.reduce((sum, one) => sum + one) / all.length), name: `${name} (${curves.length} seeds)`, mode: "lines",
+      line: { color, dash, width: 2.2, shape: "hv" }, legendgroup: name, hovertemplate: `%{y:${form}}<extra>${text(name)}</extra>` },
+  ];
 }
 
 /** With the close-up: the values of the last two thirds of each run, which the first rise would flatten. */
@@ -205,6 +252,7 @@ function addView(key) {
   const view = $(document, "#detail").content.firstElementChild.cloneNode(true);
   view.dataset.key = key;
   views.set(key, view);
+  $(view, ".order").parentElement.hidden = Boolean(saved); // which needs the server
   $(document, "#details").append(view);
   $(view, ".colour").addEventListener("change", () => drawGrid(view, known.get(key)));
   $(view, ".order").addEventListener("change", () => lookAtRun(key).then(draw, () => {}));
@@ -227,7 +275,7 @@ function drawRun(view, run) {
   status.className = `status ${run.status}`;
   const done = run.planned ? Math.min(1, run.round / run.planned) : 0;
   $(view, ".progress div").style.width = `${100 * done}%`;
-  const figures = { updates: `${run.round.toLocaleString()}${run.planned ? ` of ${run.planned.toLocaleString()}` : ""}`, ...run.figures };
+  const figures = { updates: `${run.round.toLocaleString()}${run.planned ? ` / ${run.planned.toLocaleString()}` : ""}`, ...run.figures };
   $(view, ".figures").replaceChildren(...Object.entries(figures).map(([name, value]) => {
     const box = document.createElement("div"), term = document.createElement("dt");
     const given = document.createElement("dd");
@@ -502,7 +550,8 @@ function drawSettings(view, run) {
   }));
 }
 
-for (const name of ["#against", "#figure", "#close"]) $(document, name).addEventListener("change", draw);
+$(document, "#seeds").addEventListener("change", list);
+for (const name of ["#against", "#figure", "#close", "#seeds"]) $(document, name).addEventListener("change", draw);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) draw(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const run of known.values()) run.fresh = true;
