@@ -17,6 +17,7 @@ ALLOWED = {
     "strategies": {"core", "nodes"},
     "simulation": {"core", "data", "models", "training", "strategies", "nodes", "storage"},
     "report": {"core", "files"},
+    "view": {"core", "files", "report"},
     "experiments": {
         *("core", "data", "models", "training", "strategies", "simulation", "report", "storage"),
         *("network", "nodes", "files", "native"),
@@ -28,7 +29,7 @@ ALLOWED = {
     },
     "cli": {
         *("core", "data", "models", "training", "nodes", "strategies", "simulation", "network"),
-        *("report", "experiments", "bench"),
+        *("report", "view", "experiments", "bench"),
     },
 }
 NO_IO = {"socket", "time", "threading", "random", "asyncio", "subprocess", "requests", "datetime"}

@@ -34,30 +34,35 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def replacing(
-    path: str | os.PathLike[str], keep: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    keep: str | os.PathLike[str] | None = None,
+    durable: bool = True,
 ) -> Iterator[Path]:
     """Yields a path to write to; what is there in the end takes the place of `path` at once. If
     anything goes wrong, nothing has changed. `keep`: what was there before goes there (a crash in
-    that moment may leave it there alone)."""
+    that moment may leave it there alone). Not `durable`: a crash of the whole machine may undo it,
+    or leave the file empty."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         try:
             yield partial
-            sync(partial)  # the new bytes are on the disk before the old ones go
+            if durable:
+                sync(partial)  # the new bytes are on the disk before the old ones go
             if keep is not None and path.exists():
                 os.replace(path, keep)
             os.replace(partial, path)
-            sync(path.parent)
+            if durable:
+                sync(path.parent)
         except BaseException:
             with suppress(OSError):
                 partial.unlink()
             raise
 
 
-def replace_text(path: str | os.PathLike[str], text: str) -> None:
+def replace_text(path: str | os.PathLike[str], text: str, durable: bool = True) -> None:
     """Write a small file; a crash leaves either the old file or the new one."""
-    with replacing(path) as partial:
+    with replacing(path, durable=durable) as partial:
         partial.write_text(text, encoding="utf8", newline="")
 
 

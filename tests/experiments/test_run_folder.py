@@ -65,8 +65,8 @@ def test_a_run_writes_a_whole_folder(finished):
     assert outcome.code == 0
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "history.csv", "result.json", "checkpoint.safetensors", "events.jsonl"),
-        *("accuracy.png", "staleness.png", "graph.png", "report.html", "clients.csv"),
-        *("clients_history.csv", "distribution.png"),
+        *("accuracy.png", "staleness.png", "graph.png", "graph.npz", "report.html", "about.json"),
+        *("clients.csv", "clients_history.csv", "distribution.png"),
     }
     assert str(folder) in outcome.out
 
@@ -406,23 +406,6 @@ def test_a_crash_between_two_checkpoints_costs_nothing(polytempo, tmp_path, monk
     assert "already holds a run" in again.error
     assert polytempo("run", "--resume", tmp_path / "run").code == 0
     assert summary(tmp_path / "run")["complete"]
-
-
-def test_the_history_is_written_as_it_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "HISTORY_SECONDS", -1.0)
-    seen = []
-
-    def attach(simulator, rounds):
-        def observe(event):
-            if event.round in (3, 7) and event.kind == "upload":
-                seen.append([int(row["round"]) for row in history(tmp_path / "run")])
-
-        return observe
-
-    given = {"clients": 6, "limit": 120, "model": "linear", "epochs": 1, "eval_every": 2}
-    config = make_config({**given, "rounds": 8, "adapt_epochs": 0, "strategy": "fedasync"})
-    run_module.run(config, tmp_path / "run", observer=attach)
-    assert seen == [[0, 2], [0, 2, 4, 6]]
 
 
 def test_a_damaged_checkpoint_is_named(polytempo, finished, tmp_path):

@@ -132,12 +132,12 @@ def test_a_bounded_number_of_matrices_is_kept_spread_over_the_run():
             return np.eye(3)
 
     for evaluations in (1, MATRICES, MATRICES + 1, 50, 1000):
-        run = SimpleNamespace(strategy=Always(), federation=SimpleNamespace(groups=None))
+        run = SimpleNamespace(strategy=Always(), federation=SimpleNamespace(groups=None, clients=3))
         kept = Clusters(run)
         for number in range(evaluations):
             run.round, run.time = number, float(number)
             kept.evaluated({})
-        rounds = [round_ for round_, _, _ in kept.matrices]
+        rounds = [round_ for round_, _, _ in kept.alike.kept]
         assert len(rounds) <= MATRICES and len(rounds) >= min(evaluations, MATRICES // 2)
         assert rounds[0] == 0
         assert len(set(np.diff(rounds).tolist())) <= 1  # evenly
@@ -156,8 +156,9 @@ def test_a_run_goes_on_with_what_it_kept(tmp_path):
     assert second.history == straight.history
     assert second.fingerprint == straight.fingerprint
     assert clusters(second).changes == clusters(straight).changes
-    assert [m[0] for m in clusters(second).matrices] == [m[0] for m in clusters(straight).matrices]
-    for one, other in zip(clusters(second).matrices, clusters(straight).matrices, strict=True):
+    resumed, whole = clusters(second).alike.kept, clusters(straight).alike.kept
+    assert [m[0] for m in resumed] == [m[0] for m in whole]
+    for one, other in zip(resumed, whole, strict=True):
         assert np.array_equal(one[2], other[2])
 
 
@@ -166,7 +167,7 @@ def test_strategies_without_clusters_have_no_such_columns():
     simulator = Simulator(fed, nn.Linear(5, 4), FedAsync(), slots=3, adapt_epochs=0)
     simulator.run(4)
     assert not {"clusters", "cluster_purity", "cluster_ari"} & set(simulator.history[-1])
-    assert clusters(simulator).changes == [] and clusters(simulator).matrices == []
+    assert clusters(simulator).changes == [] and clusters(simulator).alike.kept == []
 
 
 def test_casa_finds_the_true_groups_among_stragglers():

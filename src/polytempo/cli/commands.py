@@ -35,6 +35,7 @@ COMMANDS = {
     "reproduce": Entry(
         "reproduce", "Rerun a paper's table or figure, and show its numbers next to ours."
     ),
+    "view": Entry("view", "Show runs in a web page on this machine, as they go."),
     "data": Entry(
         "data", "List the data sets, get them, or show how one is divided among clients."
     ),

@@ -10,8 +10,9 @@ import typer
 from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, output, print_table
-from polytempo.cli.options import Config, Json, TableFormat, print_as
+from polytempo.cli.options import Config, Json, Live, TableFormat, print_as
 from polytempo.cli.settings import with_settings
+from polytempo.cli.view import viewed
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.compare import compare
 from polytempo.experiments.config import RunConfig, make_config, read_config
@@ -63,6 +64,7 @@ def compare_command(
         ),
     ] = False,
     form: TableFormat = "text",
+    live: Live = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -75,9 +77,11 @@ def compare_command(
     if seeds < 1:
         raise PolytempoError(f"--seeds must be 1 or more, got {seeds}")
     base = {**(read_config(config) if config else {}), **settings}
+    if live:
+        base["events"] = True
     first = base.pop("seed", 0) if first_seed is None else first_seed
     out = out.expanduser() if out else _usual_folder(strategies, base)
-    with RunProgress(quiet=as_json or form != "text") as progress:
+    with viewed(out, live), RunProgress(quiet=as_json or form != "text") as progress:
         comparison = compare(
             strategies,
             base,

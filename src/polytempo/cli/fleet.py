@@ -11,9 +11,10 @@ import typer
 from rich.markup import escape
 
 from polytempo.cli.console import complain, interrupted, notes, output, print_table
-from polytempo.cli.options import Ca, Cert, Config, Json, Key, certificates
+from polytempo.cli.options import Ca, Cert, Config, Json, Key, Live, certificates
 from polytempo.cli.run import show_run
 from polytempo.cli.settings import with_settings
+from polytempo.cli.view import viewed
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import make_config, read_config
@@ -102,6 +103,7 @@ def server_command(
     deadline: Deadline = "auto",
     wait_for: WaitFor = None,
     limits: LimitsOption = None,
+    live: Live = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -133,10 +135,15 @@ def server_command(
         limits_of({**table["limits"], **read_limits(limits or "")}),
     )
     complete, samples = known(chosen, strategy, shape, outputs, vocabulary)
-    with interruptible() as stop, RunProgress(quiet=as_json) as progress:
+    out = out.expanduser()
+    with (
+        viewed(out, live),
+        interruptible() as stop,
+        RunProgress(quiet=as_json) as progress,
+    ):
         result = conduct(
             undertaking(complete, samples, strategy),
-            out.expanduser(),
+            out,
             site,
             report=progress.bar(str(chosen.strategy_table["name"])),
             say=print_json if as_json else say_of_server,
@@ -271,6 +278,7 @@ def fleet_command(
     metrics: Annotated[
         str | None, typer.Option(help="PORT or HOST:PORT of /metrics and /healthz.")
     ] = None,
+    live: Live = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -290,7 +298,7 @@ def fleet_command(
     options += ["--wait-for", str(table["wait_for"])]
     options += ["--limits", ",".join(f"{name}={n}" for name, n in table["limits"].items())]
     out = out.expanduser() if out else RUNS / f"fleet-{of_run(chosen)}"
-    with RunProgress(quiet=as_json) as progress:
+    with viewed(out, live), RunProgress(quiet=as_json) as progress:
         bar = progress.bar(str(chosen.strategy_table["name"]))
         bar(0, chosen.rounds, "the clients begin")
         watch = _Watch(bar, chosen.rounds)

@@ -19,6 +19,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file of settings; options override it.")
 ]
+Live = Annotated[
+    bool,
+    typer.Option(
+        "--live",
+        help="Show it in a web page as it goes (needs the extra `view`); records events.",
+        metavar="",
+    ),
+]
 
 
 def _known_format(form: str) -> str:

@@ -9,8 +9,9 @@ import typer
 from rich.markup import escape
 
 from polytempo.cli.console import interrupted, output
-from polytempo.cli.options import Config, Json
+from polytempo.cli.options import Config, Json, Live
 from polytempo.cli.settings import with_settings
+from polytempo.cli.view import viewed
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import new_folder, of_run
@@ -37,6 +38,7 @@ def run_command(
             "--resume", help="Resume the run in this folder (optionally with more --rounds)."
         ),
     ] = None,
+    live: Live = False,
     as_json: Json = False,
     settings: dict[str, Any],
 ) -> None:
@@ -58,13 +60,17 @@ def run_command(
                 )
             folder = resume_from
             observer = progress.watch(folder.name)
-            result = resume(folder, rounds=rounds, workers=workers, observer=observer)
+            with viewed(folder, live):
+                result = resume(folder, rounds=rounds, workers=workers, observer=observer)
         else:
+            if live:
+                settings["events"] = True
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
             folder = out.expanduser() if out else new_folder(of_run(chosen))
             observer = progress.watch(str(chosen.strategy_table["name"]))
             try:
-                result = run(chosen, folder, observer=observer)
+                with viewed(folder, live):
+                    result = run(chosen, folder, observer=observer)
             finally:
                 if not out and not any(folder.iterdir()):  # nothing came of it
                     folder.rmdir()

@@ -14,7 +14,8 @@ from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
-from polytempo.experiments.config import RunConfig, difference, read_config
+from polytempo.experiments.about import origin, read_about
+from polytempo.experiments.config import EXECUTION, RunConfig, difference, read_config
 from polytempo.experiments.folders import slug, spelled
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import (
@@ -318,7 +319,7 @@ def _continue(place: Path, config: RunConfig, observer: Attach | None, given: Gi
     found = read_config(place / "config.toml")
     strategy, federation = given["strategy"], given["federation"]
     wanted = resolve(config, federation, strategy)
-    name = difference(wanted, found, strategy=strategy)
+    name = difference(wanted, found, (*EXECUTION, "events"), strategy=strategy)
     if name is not None:
         raise PolytempoError(
             f"{place} was run with {name} = {found.get(name)!r}, but now it is "
@@ -404,14 +405,30 @@ def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any]) ->
         for name, caption in PLOTS.items():
             if (place / name).exists():
                 images.append((f"{label}: {caption} ({place.name})", place / name))
+    places = [
+        folder / slug(label) / f"seed{results[0].seed}"
+        for label, results in comparison.results.items()
+    ]
+    about = read_about(places[0])
+    seeds = ", ".join(str(result.seed) for result in next(iter(comparison.results.values())))
     write_html(
         folder / "report.html",
         title=f"{', '.join(comparison.results)} on {comparison.summaries()[0]['federation']}",
         intro=f"Handed: {metric.label} of the model that each client is handed, mean over clients "
         f"(mean of the last evaluations); {metric.direction}. Adapted: the same model after some "
-        "epochs of local training. Times are simulated seconds.",
+        "epochs of local training. Times are simulated seconds. Seeds: " + seeds + ".",
         table=table,
         images=images,
-        settings=settings,
-        command=None,
+        settings={**settings, **shared_settings(places), **origin(about)},
+        command=about.get("command"),
     )
+
+
+def shared_settings(places: Sequence[Path]) -> dict[str, Any]:
+    """The settings, in full, that all of these runs have in common, but for the seed."""
+    first, *others = (read_config(place / "config.toml") for place in places)
+    return {
+        key: value
+        for key, value in first.items()
+        if key != "seed" and all(other.get(key) == value for other in others)
+    }

@@ -18,6 +18,7 @@ from typing import Any
 
 from polytempo.core import events
 from polytempo.core.errors import PolytempoError
+from polytempo.experiments.about import write_about
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.fleet_plan import (
     Undertaking,
@@ -26,7 +27,7 @@ from polytempo.experiments.fleet_plan import (
     one_order,
     save_beginning,
 )
-from polytempo.experiments.fleet_result import History, account_of, each_client
+from polytempo.experiments.fleet_result import History, Outlook, account_of, each_client
 from polytempo.experiments.fleet_settings import (
     AUTO,
     own_problem,
@@ -35,7 +36,13 @@ from polytempo.experiments.fleet_settings import (
 )
 from polytempo.experiments.fleet_trainer import SolverTrainer
 from polytempo.experiments.jobs import Report
-from polytempo.experiments.result import RunResult, result_of, write_result, write_table
+from polytempo.experiments.result import (
+    RunResult,
+    result_of,
+    write_arrays,
+    write_result,
+    write_table,
+)
 from polytempo.files import Claim, replace_text
 from polytempo.network.fleet.admission import Admission, Policy
 from polytempo.network.fleet.client import GIVE_UP, FleetClient, Unreachable
@@ -119,6 +126,7 @@ class Watch:
             write_table(self.folder / "history.csv", rows)
         if clients := each_client(self.node, self.problem):
             write_table(self.folder / "clients.csv", clients)
+        write_arrays(self.folder, Outlook(self.node, self.problem), durable=False)
 
 
 def conduct(
@@ -158,6 +166,7 @@ def conduct(
                 f"{config.rounds}"
             )
         write_config(out / "config.toml", config)  # perhaps for more rounds than before
+        write_about(out, what.problem.metrics[0], what.about)
         if site.metrics is not None:
             stack.callback(MetricsServer(server, site.metrics).close)
         say({"event": "listening", "address": server.address})

@@ -16,7 +16,7 @@ from polytempo.nodes.exams import Exam
 from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import Sums
 from polytempo.simulation import Extension
-from polytempo.simulation.clusters import CLIENTS, DRAWN
+from polytempo.simulation.clusters import CLIENTS, DRAWN, stacked
 from polytempo.simulation.each_client import client_row, score_row, spread_over
 from polytempo.simulation.guards import defended, spent
 from polytempo.simulation.metrics import models_sent, over_clients
@@ -154,6 +154,18 @@ class Outlook(Extension):
             "clients": clients,
             "clients_history": scores,
             "privacy": [] if private is None else private[1],
+        }
+
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """similarity.npz and graph.npz, as in the folder of a simulation, but of now alone."""
+        node, strategy = self.node, self.node.server.strategy
+        if len(node.samples) > CLIENTS:
+            return {}
+        found = {"similarity": strategy.similarity(), "graph": strategy.collaboration()}
+        return {
+            name: stacked([(node.round, node.time, np.array(matrix, dtype=np.float32))])
+            for name, matrix in found.items()
+            if matrix is not None
         }
 
     def plots(self) -> dict[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.metric import MetricInfo, finite
+from polytempo.experiments.about import origin, read_about
 from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
@@ -415,6 +416,7 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
     if not can_plot():
         return
     images = _plots(folder, result, extensions)
+    about = read_about(folder)
     write_html(
         folder / "report.html",
         title=f"{result.summary['strategy']} on {result.summary['federation']}",
@@ -423,17 +425,33 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
         + f" Metric: {result.metric.label}, {result.metric.direction}.",
         table=[_figures(result)],
         images=images,
-        settings=settings,
+        settings={**settings, **origin(about)},
+        command=about.get("command"),
     )
 
 
-def _write_files(folder: Path, extension: Extension) -> None:
+def write_so_far(folder: Path, simulator: Engine) -> None:
+    """What a run that goes on has to show: its history, and the tables and arrays of extensions."""
+    if simulator.history:
+        write_table(folder / "history.csv", simulator.history, durable=False)
+    for extension in simulator.extensions.values():
+        _write_files(folder, extension, durable=False)
+
+
+def _write_files(folder: Path, extension: Extension, durable: bool = True) -> None:
     """The tables and arrays that it has to show."""
     for name, rows in extension.tables().items():
         if rows:
-            write_table(folder / f"{name}.csv", rows)
+            write_table(folder / f"{name}.csv", rows, durable)
+    write_arrays(folder, extension, durable)
+
+
+def write_arrays(folder: Path, extension: Extension, durable: bool = True) -> None:
     for name, arrays in extension.arrays().items():
-        with replacing(folder / f"{name}.npz") as partial, partial.open("wb") as file:
+        with (
+            replacing(folder / f"{name}.npz", durable=durable) as partial,
+            partial.open("wb") as file,
+        ):
             np.savez_compressed(file, **arrays)
 
 
@@ -452,7 +470,7 @@ def _plots(
     path = result.plot(folder / f"{metric.name}.png")
     images = [(f"{metric.heading} against {result.clock}", path)]
     counts = {int(k): v for k, v in result.summary["staleness"].items()}
-    if counts:
+    if any(counts):  # else all updates were fresh
         path = plot_staleness(counts, folder / "staleness.png")
         images.append(("Staleness of the updates", path))
     clients = result.clients
@@ -474,7 +492,7 @@ def _plots(
 def _figures(result: RunResult) -> dict[str, str]:
     summary, metric = result.summary, result.metric
     more = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
-    if summary["staleness"]:
+    if summary["staleness_mean"]:
         more["mean staleness"] = f"{summary['staleness_mean']:.1f}"
     return {
         "strategy": summary["strategy"],
@@ -546,9 +564,9 @@ def _number(text: str) -> float | int | None:
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]], durable: bool = True) -> None:
     """Rows as a CSV file."""
-    replace_text(path, csv_text(rows))
+    replace_text(path, csv_text(rows), durable)
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:

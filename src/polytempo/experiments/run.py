@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import signal
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import nn
 
@@ -20,6 +19,7 @@ from polytempo.core.attacks import Attack
 from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
+from polytempo.experiments.about import write_about
 from polytempo.experiments.config import (
     FEDERATION,
     FILLED,
@@ -31,7 +31,7 @@ from polytempo.experiments.config import (
     write_config,
 )
 from polytempo.experiments.peer_settings import refuse_server_settings
-from polytempo.experiments.result import RunResult, summarise, write_result, write_table
+from polytempo.experiments.result import RunResult, summarise, write_result, write_so_far
 from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build, tokenizer
 from polytempo.models.pretrained import path_of
@@ -44,13 +44,19 @@ from polytempo.strategies import P2P, STRATEGIES, Majority, Pooled
 from polytempo.training import Solver, find_device, make_executor, make_solver, try_model
 from polytempo.training.footprint import peak_memory
 
+
+class Flush(Protocol):
+    def __call__(self, durable: bool = True) -> None: ...
+
+
 Attach = Callable[[Engine, int], Observer]  # given the number of rounds
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"  # the one before, if the last is damaged
-HISTORY_SECONDS = 1.0  # at least so long between two writes of history.csv
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
+SHOW_SECONDS = 1.0  # at least so long between two writes of what can be looked at meanwhile,
+SHOW_SHARE = 0.05  # which may take this share of the time
 
 
 def described(
@@ -469,21 +475,33 @@ def drive(
     """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
     diverges, or the disk is full, the folder stays as the last checkpoint left it."""
     write_config(folder / "config.toml", config)
+    write_about(folder, simulator.metric, simulator.federation.description)
     peak_memory(reset=True)
     if observer:
         simulator.observers.append(observer(simulator, config.rounds))
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
-        last, over, history = time.monotonic(), False, _History(simulator, folder)
+        last, over = time.monotonic(), False
+        next_show = last + SHOW_SECONDS
 
         def checkpoint() -> None:
             nonlocal last
-            flush()  # no checkpoint may count events that the log does not hold
+            flush(durable=True)  # no checkpoint may count events that the log does not hold
             state = {**simulator.state_dict(), "settings": config.settings()}
             save_state(folder / CHECKPOINT, state, keep=folder / PREVIOUS)
             last = time.monotonic()
 
+        def show() -> None:
+            """For those who watch: the events, the history and the tables so far."""
+            nonlocal next_show
+            began = time.monotonic()
+            flush(durable=False)
+            write_so_far(folder, simulator)
+            now = time.monotonic()
+            next_show = now + max(SHOW_SECONDS, (now - began) / SHOW_SHARE)
+
         def pause() -> bool:
-            history.write()
+            if time.monotonic() > next_show:
+                show()
             if not over and time.monotonic() - last > CHECKPOINT_SECONDS:
                 checkpoint()
             return interrupted.is_set()
@@ -503,26 +521,12 @@ def drive(
     return result
 
 
-class _History:
-    """history.csv as it grows: the rows that there are, now and then."""
-
-    def __init__(self, simulator: Engine, folder: Path) -> None:
-        self._simulator, self._path = simulator, folder / "history.csv"
-        self._rows, self._written = 0, -math.inf
-
-    def write(self) -> None:
-        rows, now = self._simulator.history, time.monotonic()
-        if len(rows) > self._rows and now > self._written + HISTORY_SECONDS:
-            write_table(self._path, rows)
-            self._rows, self._written = len(rows), now
-
-
 @contextmanager
-def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[Callable[[], None]]:
+def _event_log(simulator: Engine, config: RunConfig, folder: Path) -> Iterator[Flush]:
     """events.jsonl, one event per line; what a lost session wrote after its checkpoint is cut off.
     Yields the function that brings it up to date on disk."""
     if not config.events:
-        yield lambda: None
+        yield lambda durable=True: None
         return
     with Appended(folder / "events.jsonl", keep=simulator.events) as log:
         simulator.loggers.append(log.add)

@@ -24,11 +24,47 @@ CLIENTS = 500  # those of more clients are not: nobody could see them
 DRAWN = 2_000  # nor are plots of more clients drawn; the graph, besides, is dense
 
 
+class Gallery:
+    """Matrices of a few moments, spread over the run: (round, time, matrix). When there are too
+    many, every second one goes, and from then on only every second (fourth, ...) is kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, float, FloatArray]] = []
+        self.looked, self.stride = 0, 1
+
+    def add(self, round_: int, time: float, matrix: FloatArray) -> None:
+        if self.looked % self.stride == 0:
+            self.kept.append((round_, time, np.array(matrix, dtype=np.float32)))
+        if len(self.kept) > MATRICES:
+            self.kept = self.kept[::2]
+            self.stride *= 2
+        self.looked += 1
+
+    def until_now(
+        self, round_: int, time: float, matrix: FloatArray | None
+    ) -> list[tuple[int, float, FloatArray]]:
+        """Those that were kept, and that of now."""
+        if not self.kept or matrix is None or self.kept[-1][0] == round_:
+            return self.kept
+        return [*self.kept, (round_, time, np.array(matrix, dtype=np.float32))]
+
+    def state_dict(self) -> State:
+        return {
+            "kept": [list(kept) for kept in self.kept],
+            "looked": self.looked,
+            "stride": self.stride,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.kept = [(r, t, matrix) for r, t, matrix in state["kept"]]
+        self.looked, self.stride = state["looked"], state["stride"]
+
+
 class Clusters(Extension):
     """Looks at the strategy's clusters after every update. If it has none, nothing is kept.
 
     `changes` holds (round, time, client, cluster), one for each client whose cluster has changed;
-    `matrices` holds (round, time, matrix).
+    `alike` and `graphs` hold how alike clients were, and who learnt from whom.
     """
 
     name = "clusters"
@@ -36,8 +72,7 @@ class Clusters(Extension):
     def __init__(self, engine: Engine) -> None:
         self.engine, self.groups = engine, engine.federation.groups
         self.changes: list[tuple[int, float, int, int]] = []
-        self.matrices: list[tuple[int, float, FloatArray]] = []
-        self.looked, self.stride = 0, 1  # evaluations with a matrix; every such one is kept
+        self.alike, self.graphs = Gallery(), Gallery()
         self._now: IntArray | None = None
 
     def happened(self, event: events.Event) -> None:
@@ -46,7 +81,7 @@ class Clusters(Extension):
 
     def evaluated(self, scores: Mapping[int, Score]) -> dict[str, Any]:
         self._look()
-        self._keep_similarity()
+        self._keep_matrices()
         return self._fit()
 
     def _look(self) -> None:
@@ -81,30 +116,20 @@ class Clusters(Extension):
             figures["cluster_ari"] = adjusted_rand(self.groups[held], found[held])
         return figures
 
-    def _keep_similarity(self) -> None:
-        """Keep the matrix of this evaluation. When there are too many, every second one goes, and
-        from then on only every second (fourth, ...) evaluation is kept."""
-        matrix = self.engine.strategy.similarity()
-        if matrix is None or len(matrix) > CLIENTS:
+    def _keep_matrices(self) -> None:
+        """Those of this evaluation, unless nothing is known yet: everybody is like itself."""
+        if self.engine.federation.clients > CLIENTS:
             return
-        if np.isfinite(matrix).sum() <= len(matrix):  # everybody is like itself
-            return
-        if self.looked % self.stride == 0:
-            self.matrices.append(self._dated(matrix))
-        if len(self.matrices) > MATRICES:
-            self.matrices = self.matrices[::2]
-            self.stride *= 2
-        self.looked += 1
+        now, strategy = (self.engine.round, self.engine.time), self.engine.strategy
+        alike, graph = strategy.similarity(), strategy.collaboration()
+        if alike is not None and np.isfinite(alike).sum() > len(alike):
+            self.alike.add(*now, alike)
+        if graph is not None:
+            self.graphs.add(*now, graph)
 
-    def _dated(self, matrix: FloatArray) -> tuple[int, float, FloatArray]:
-        return self.engine.round, self.engine.time, np.array(matrix, dtype=np.float32)
-
-    def gallery(self) -> list[tuple[int, float, FloatArray]]:
-        """The matrices that were kept, and that of now."""
-        now = self.engine.strategy.similarity()
-        if not self.matrices or now is None or self.matrices[-1][0] == self.engine.round:
-            return self.matrices
-        return [*self.matrices, self._dated(now)]
+    def _similarities(self) -> list[tuple[int, float, FloatArray]]:
+        engine = self.engine
+        return self.alike.until_now(engine.round, engine.time, engine.strategy.similarity())
 
     def tables(self) -> dict[str, Sequence[Row]]:
         """clusters.csv: who has changed to which cluster, and when."""
@@ -113,12 +138,10 @@ class Clusters(Extension):
         return {"clusters": rows}
 
     def arrays(self) -> dict[str, dict[str, Any]]:
-        """similarity.npz: how alike clients were, a few times."""
-        kept = self.gallery()
-        if not kept:
-            return {}
-        rounds, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
-        return {"similarity": {"rounds": rounds, "times": times, "matrices": matrices}}
+        """similarity.npz and graph.npz: how alike clients were, and who learnt from whom, a few
+        times."""
+        found = {"similarity": self._similarities(), "graph": self.graphs.kept}
+        return {name: stacked(kept) for name, kept in found.items() if kept}
 
     def plots(self) -> dict[str, dict[str, Any]]:
         clients, rounds = self.engine.federation.clients, self.engine.round
@@ -127,7 +150,7 @@ class Clusters(Extension):
             return plots
         if self.changes and rounds:
             plots["clusters"] = {"changes": self.changes, "clients": clients, "rounds": rounds}
-        if kept := self.gallery():
+        if kept := self._similarities():
             plots["similarity"] = {"matrices": kept}
         if (graph := self.engine.strategy.collaboration()) is not None:
             plots["graph"] = {"weights": graph}
@@ -136,15 +159,22 @@ class Clusters(Extension):
     def state_dict(self) -> State:
         return {
             "changes": [list(change) for change in self.changes],
-            "matrices": [list(kept) for kept in self.matrices],
-            "looked": [self.looked, self.stride],
+            "alike": self.alike.state_dict(),
+            "graphs": self.graphs.state_dict(),
             "now": self._now,
         }
 
     def load_state_dict(self, state: State) -> None:
         self.changes = [(r, t, client, cluster) for r, t, client, cluster in state["changes"]]
-        self.matrices = [(r, t, matrix) for r, t, matrix in state["matrices"]]
-        (self.looked, self.stride), self._now = state["looked"], state["now"]
+        self.alike.load_state_dict(state["alike"])
+        self.graphs.load_state_dict(state["graphs"])
+        self._now = state["now"]
+
+
+def stacked(kept: Sequence[tuple[int, float, FloatArray]]) -> dict[str, Any]:
+    """Matrices and when they were taken, as arrays of a file."""
+    rounds, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
+    return {"rounds": rounds, "times": times, "matrices": matrices}
 
 
 def purity(truth: Array, found: Array) -> float | None:

@@ -1,0 +1,63 @@
+"""What can be looked at while a run goes on."""
+
+import csv
+import json
+
+import polytempo.experiments.run as running
+from polytempo.core.events import Evaluate
+from polytempo.experiments.config import make_config
+
+SETTINGS = {
+    "strategy": "pace",
+    "data": "digits",
+    "clients": 6,
+    "limit": 120,
+    "model": "linear",
+    "epochs": 1,
+    "rounds": 12,
+    "eval_every": 3,
+    "adapt_epochs": 1,
+    "events": True,
+}
+
+
+def rows(path):
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
+    plain, watched = tmp_path / "plain", tmp_path / "watched"
+    running.run(make_config(SETTINGS, "test"), plain)
+    seen = []
+
+    def attach(simulator, rounds):
+        def observe(event):
+            if isinstance(event, Evaluate):
+                events = watched / "events.jsonl"
+                seen.append((len(rows(watched / "history.csv")), events.read_text().count("\n")))
+
+        return observe
+
+    monkeypatch.setattr(running, "SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(running, "SHOW_SHARE", 1e9)
+    running.run(make_config(SETTINGS, "test"), watched, observer=attach)
+    history, lines = zip(*seen, strict=True)
+    assert list(history) == sorted(history) and 0 < history[-2] <= len(seen) - 2
+    assert list(lines) == sorted(lines) and lines[-2] > lines[1] > 0
+    for name in ("history.csv", "events.jsonl"):
+        assert (plain / name).read_bytes() == (watched / name).read_bytes()
+
+
+def test_a_folder_says_from_the_beginning_what_it_is(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setattr("sys.argv", ["/usr/bin/polytempo", "run", "--data", "two words"])
+    running.run(make_config({**SETTINGS, "strategy": "fedavg", "slots": 6}, "test"), folder)
+    found = json.loads((folder / "about.json").read_text())
+    assert found["metric"]["name"] == "accuracy" and found["command"].endswith("'two words'")
+    assert {"polytempo", "torch"} <= found["versions"].keys()
+    report = (folder / "report.html").read_text()
+    assert found["began"] in report and found["versions"]["torch"] in report
+    assert "two words" in report
