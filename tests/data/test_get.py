@@ -11,7 +11,7 @@ import pytest
 
 import archives
 from polytempo.core.errors import PolytempoError
-from polytempo.data import Federation, cache, download, get
+from polytempo.data import Federation, cache, download, fetch, get
 from polytempo.data.origin import ORIGINS
 from polytempo.files import Claim
 from websites import Site, website
@@ -275,3 +275,18 @@ def test_every_origin_is_whole() -> None:
             kind, _, value = (remote.digest or "md5:" + "0" * 32).partition(":")
             assert len(value) == {"md5": 32, "sha256": 64}[kind] and int(value, 16) >= 0
             assert all(url.startswith("http") for url in remote.urls), name
+
+
+def test_a_download_that_cannot_be_stored_need_not_come_again(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, arrays: dict) -> None:
+        raise PolytempoError("no space left")
+
+    with monkeypatch.context() as patched, pytest.raises(PolytempoError, match="no space left"):
+        patched.setattr(fetch, "write", full)
+        heart(site, tmp_path)
+    assert left(tmp_path) == {f"downloads/{HEART}"}
+    site.asked.clear()
+    assert heart(site, tmp_path).new and not site.asked
+    assert left(tmp_path) == {"heart_disease4.npz", "downloads.json"}

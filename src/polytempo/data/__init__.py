@@ -2,7 +2,7 @@
 
 from polytempo.data import partition
 from polytempo.data.federation import Federation
-from polytempo.data.get import Got, get
+from polytempo.data.fetch import Got, get
 from polytempo.data.partition import PARTITIONS
 from polytempo.data.shift import SHIFTS
 from polytempo.data.source import SOURCES, data_folder

@@ -130,6 +130,8 @@ def _transfer(
         raise Unavailable(f"does not give it ({error.code} {error.reason})") from error
     except urllib.error.URLError as error:
         raise Unavailable(f"cannot be reached ({error.reason})") from error
+    except ValueError as error:
+        raise Unavailable(f"sent an answer that makes no sense ({error})") from error
     except (OSError, http.client.HTTPException):
         return False
 
@@ -140,7 +142,8 @@ def _receive(
     start, length = 0, response.headers.get("Content-Length")
     if response.status == 206:
         # The server counts from the byte that we asked for, or we cannot use it.
-        start = int(response.headers["Content-Range"].split()[1].partition("-")[0])
+        span = str(response.headers.get("Content-Range"))  # bytes START-END/TOTAL
+        start = int(span.removeprefix("bytes ").partition("-")[0])
         if start != _there(part):
             raise Unavailable(f"sent bytes from {start:,} on, asked for {_there(part):,}")
     total = None if length is None else start + int(length)

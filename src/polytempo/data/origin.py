@@ -1,7 +1,7 @@
 """Where each data set comes from: addresses, hashes, licences, and what its files are called.
 
 Hashes are those that torchvision, torchtext and scikit-learn check; the others' publishers give
-none, and the first download is remembered instead (`get`).
+none, and the first download is remembered instead (`fetch`).
 """
 
 from __future__ import annotations

@@ -98,11 +98,12 @@ def get(
             ]
             try:
                 arrays = _converted(name, origin, [each.path for each in arrived], report)
-                write(path, arrays)
-                _remember(folder, name, arrived)
-            finally:  # converted, or of no use
-                for each in arrived:
-                    each.path.unlink(missing_ok=True)
+            except PolytempoError:
+                _discard(arrived)  # of no use, and not to be used again
+                raise
+            write(path, arrays)
+            _remember(folder, name, arrived)
+            _discard(arrived)
     samples = sum(len(arrays[key]) for key in arrays if key[:2] == "y_") or None
     if samples and origin.samples and samples != origin.samples:
         remarks.append(f"{samples:,} samples; the official data set has {origin.samples:,}")
@@ -133,6 +134,11 @@ def _addresses(name: str, origin: Origin, urls: Sequence[str]) -> list[Sequence[
 def _converted(name: str, origin: Origin, paths: Sequence[Path], report: Report) -> Arrays:
     report(f"converting {name}", 0, 0)
     return convert(name, origin, paths)
+
+
+def _discard(arrived: Sequence[Arrived]) -> None:
+    for each in arrived:
+        each.path.unlink()
 
 
 def _unofficial(origin: Origin, files: Sequence[Path]) -> list[str]:
