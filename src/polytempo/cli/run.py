@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,13 +62,9 @@ def run_command(
             result = resume(folder, rounds=rounds, workers=workers, observer=observer)
         else:
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
-            folder = out.expanduser() if out else new_folder(of_run(chosen))
             observer = progress.watch(str(chosen.strategy_table["name"]))
-            try:
+            with nullcontext(out.expanduser()) if out else new_folder(of_run(chosen)) as folder:
                 result = run(chosen, folder, observer=observer)
-            finally:
-                if not out and not any(folder.iterdir()):  # nothing came of it
-                    folder.rmdir()
     if as_json:
         output.print_json(data=result.summary)
     else:
