@@ -308,8 +308,8 @@ from polytempo.experiments import run
 run.CHECKPOINT_SECONDS = -1.0
 save, saved = run.save_state, []
 
-def save_and_die(path, state):
-    save(path, state)
+def save_and_die(path, state, keep):
+    save(path, state, keep)
     saved.append(state["server"]["round"])
     if saved[-1] >= 20:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -337,8 +337,8 @@ def test_a_killed_run_resumes_bit_by_bit(polytempo, tmp_path):
 def test_what_a_checkpoint_counts_is_in_the_event_log_before_it(polytempo, tmp_path, monkeypatch):
     save, seen = run_module.save_state, []
 
-    def watch(path, state):
-        save(path, state)
+    def watch(path, state, keep=None):
+        save(path, state, keep)
         seen.append((state["events"], lines(tmp_path / "run" / "events.jsonl")))
 
     monkeypatch.setattr(run_module, "save_state", watch)

@@ -162,8 +162,11 @@ def peers_command(
     options = ["--wait", "--save-every", str(save_every), "--pause", str(pause)]
     options += ["--exchange-timeout", str(exchange_timeout)]
     shown = Live(get_renderable=board.table, console=notes, refresh_per_second=4)
-    out = out.expanduser() if out else new_folder(f"peers-{of_run(chosen)}")
-    with Group(chosen, out, tls=tls, options=options, watch=watch) as group:
+    place = nullcontext(out.expanduser()) if out else new_folder(f"peers-{of_run(chosen)}")
+    with (
+        place as out,
+        Group(chosen, out, tls=tls, options=options, watch=watch) as group,
+    ):
         with interruptible() as interrupted, shown if live else nullcontext():
             for number in range(local):
                 group.start(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,14 +67,10 @@ def run_command(
             if live:
                 settings["events"] = True
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
-            folder = out.expanduser() if out else new_folder(of_run(chosen))
             observer = progress.watch(str(chosen.strategy_table["name"]))
-            try:
-                with viewed(folder, live):
-                    result = run(chosen, folder, observer=observer)
-            finally:
-                if not out and not any(folder.iterdir()):  # nothing came of it
-                    folder.rmdir()
+            place = nullcontext(out.expanduser()) if out else new_folder(of_run(chosen))
+            with place as folder, viewed(folder, live):
+                result = run(chosen, folder, observer=observer)
     if as_json:
         output.print_json(data=result.summary)
     else:

@@ -16,9 +16,10 @@ from polytempo.cli.settings import with_settings
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import RUNS, slug, title
+from polytempo.experiments.grid import read_grid
 from polytempo.experiments.jobs import Watch
 from polytempo.experiments.progress import RunProgress
-from polytempo.experiments.sweep import read_grid, sweep
+from polytempo.experiments.sweep import sweep
 from polytempo.training.executors.processes import cores
 
 

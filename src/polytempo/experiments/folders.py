@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,20 @@ def of_run(config: RunConfig) -> str:
     return slug(title(config, strategy)) + f"-seed{config.seed}"
 
 
-def new_folder(name: str) -> Path:
-    """A folder of that name in `runs` that was not there, with a number if it has to be."""
+@contextmanager
+def new_folder(name: str) -> Iterator[Path]:
+    """A folder of that name in `runs` that was not there, with a number if it has to be. If nothing
+    comes of it, it goes again."""
     folder, number = RUNS / name, 2
     RUNS.mkdir(parents=True, exist_ok=True)
     while True:  # several commands may look for one at once
         try:
             folder.mkdir()
-            return folder
+            break
         except FileExistsError:
             folder, number = RUNS / f"{name}-{number}", number + 1
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()

@@ -8,20 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from scipy import stats
-
 from polytempo.core.errors import Diverged, PolytempoError, nearest
-from polytempo.core.registry import parse
-from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.compare import settle
-from polytempo.experiments.config import FEDERATION, REGISTRIES, RunConfig
-from polytempo.experiments.folders import slug, spelled
+from polytempo.experiments.config import FEDERATION, RunConfig
+from polytempo.experiments.folders import slug
+from polytempo.experiments.grid import Grid, Values, label_of, points_of, with_values, word
 from polytempo.experiments.jobs import Order, Watch, carry_out_all, reporting
 from polytempo.experiments.result import (
     RunResult,
@@ -31,135 +26,15 @@ from polytempo.experiments.result import (
     write_table,
 )
 from polytempo.experiments.run import LastFederation, described, restored
+from polytempo.experiments.significance import holm, paired
 from polytempo.experiments.tables import Interval, figures, numbers, spread
 from polytempo.files import replace_text
 from polytempo.models import Model
 from polytempo.report import html_table, plot_curves, write_html
-from polytempo.strategies import STRATEGIES
 
-Grid = Mapping[str, Sequence[Any]]
-Values = dict[str, Any]
 Progress = Callable[[int], AbstractContextManager[Watch]]  # given the updates of all runs
 FIGURES = ("handed", "best", "adapted", "worst10")  # that can be tested
 _DRAWN = 12  # points whose curves can be told apart
-
-
-# -- the grid --------------------------------------------------------------------------------------
-
-
-def read_grid(texts: Sequence[str], option: str = "--grid") -> dict[str, list[Any]]:
-    """`lr=0.01,0.05`: a setting, or an option of one (`strategy.alpha=0.1,0.5`), and its values."""
-    grid: dict[str, list[Any]] = {}
-    for text in texts:
-        name, equals, rest = text.partition("=")
-        if not equals or not name.strip() or not rest.strip():
-            raise PolytempoError(f"{option} {text}: write it as setting=value,value")
-        name = name.strip().replace("-", "_")
-        grid.setdefault(name, []).extend(read_values(name, rest))
-    return grid
-
-
-def read_values(name: str, text: str) -> list[Any]:
-    """The values in a comma-separated list. Commas within brackets, and before a further option of
-    the same thing (`pace:omega=2,reply=fresh,fedavg` is two strategies), separate nothing."""
-    pieces: list[str] = []
-    depth = 0
-    for piece in text.split(","):
-        more = "=" in piece and ":" not in piece.partition("=")[0] and name in REGISTRIES
-        if pieces and (depth or more):
-            pieces[-1] += f",{piece}"
-        else:
-            pieces.append(piece)
-        depth += piece.count("[") - piece.count("]")
-    return [_value(name, piece.strip()) for piece in pieces]
-
-
-def _value(name: str, text: str) -> Any:
-    if name in REGISTRIES:
-        return text
-    if text == "none":
-        return None
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def points_of(grid: Grid) -> list[Values]:
-    """All combinations."""
-    if not grid:
-        raise PolytempoError("nothing to vary: give a grid such as --grid lr=0.01,0.05")
-    for name, values in grid.items():
-        outer = name.partition(".")[0]
-        if outer not in RunConfig.model_fields:
-            near = nearest(outer, RunConfig.model_fields)
-            raise PolytempoError(f"grid: unknown setting {outer!r}{near}")
-        if outer == "seed":
-            raise PolytempoError("grid: seeds are not part of it; give --seeds 3")
-        if "." in name and outer not in REGISTRIES:
-            raise PolytempoError(f"grid: {name}: {outer} has no options")
-        if not values:
-            raise PolytempoError(f"grid: {name} has no values")
-    listed = [list({_word(value): value for value in values}.values()) for values in grid.values()]
-    return [dict(zip(grid, chosen, strict=True)) for chosen in product(*listed)]
-
-
-def with_values(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings at a point of the grid."""
-    found = dict(settings)
-    for name, value in values.items():
-        outer, _, option = name.partition(".")
-        if not option:
-            found[name] = STRATEGIES.describe(value) if isinstance(value, Strategy) else value
-    for name, value in values.items():
-        outer, _, option = name.partition(".")
-        if option:
-            spec = found.get(outer) or RunConfig.model_fields[outer].default
-            if spec is None:
-                raise PolytempoError(f"grid: {name}: give {outer} itself, too")
-            if isinstance(spec, str):
-                called, options = parse(spec)
-                spec = {"name": called, **options}
-            found[outer] = {**spec, option: value}
-    return found
-
-
-def _word(value: Any) -> str:
-    """A value as a person writes it."""
-    if isinstance(value, Strategy):
-        value = STRATEGIES.describe(value)
-        return spelled(STRATEGIES, value)
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def label_of(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_word(value)}" for name, value in values.items())
-
-
-# -- statistics ------------------------------------------------------------------------------------
-
-
-def paired(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float | None]:
-    """Mean difference, and the p value of the paired t-test over seeds; None if there is none: with
-    one seed, or differences that are all the same."""
-    apart = np.asarray(values, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
-    mean = float(apart.mean())
-    if len(apart) < 2 or not np.isfinite(apart).all():
-        return mean, None
-    if np.ptp(apart) <= 1e-12 * max(1.0, float(np.abs(apart).max())):
-        return mean, None
-    return mean, float(stats.ttest_rel(values, baseline).pvalue)
-
-
-def holm(values: Sequence[float | None]) -> list[float | None]:
-    """P values for as many tests as there are (Holm's step-down correction)."""
-    known = sorted((p, index) for index, p in enumerate(values) if p is not None)
-    found: list[float | None] = [None] * len(values)
-    largest = 0.0
-    for rank, (p, index) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
-        found[index] = largest
-    return found
 
 
 # -- the outcome -----------------------------------------------------------------------------------
@@ -228,7 +103,7 @@ class Sweep:
         rows = []
         for point, found, test in zip(self.points, self.results, self.tests(), strict=True):
             metric, each = found[0].metric, figures(found)
-            row = {name: _word(value) for name, value in point.items()}
+            row = {name: word(value) for name, value in point.items()}
             for name, column in zip(
                 FIGURES, ("handed", "best", "adapted", "worst 10%"), strict=True
             ):
@@ -278,7 +153,7 @@ class Sweep:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else _word(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else word(value)
 
 
 def _signed(share: bool, value: float) -> str:
@@ -352,12 +227,12 @@ def sweep(
 
 def _check_baseline(baseline: Mapping[str, Any] | None, points: Sequence[Values]) -> None:
     for name, value in (baseline or {}).items():
-        known = list(dict.fromkeys(_word(point[name]) for point in points if name in point))
+        known = list(dict.fromkeys(word(point[name]) for point in points if name in point))
         if not known:
             raise PolytempoError(f"baseline: {name} is not in the grid{nearest(name, points[0])}")
-        if _word(value) not in known:
-            near = nearest(_word(value), known)
-            raise PolytempoError(f"baseline: {name}={_word(value)} is not in the grid{near}")
+        if word(value) not in known:
+            near = nearest(word(value), known)
+            raise PolytempoError(f"baseline: {name}={word(value)} is not in the grid{near}")
 
 
 def _runs(

@@ -78,13 +78,14 @@ def figures(found: Sequence[RunResult]) -> dict[str, list[float | None]]:
     kept = {
         "best": f"{metric}_best",
         "adapted": f"{metric}_adapted",
-        "worst10": f"{metric}_worst10",
         "best10": f"{metric}_best10",
         "client_std": f"{metric}_std",
         **{name: name for name in CLUSTERS},
     }
     for column, key in kept.items():
         columns[column] = [result.summary.get(key) for result in found]
+    # The summary, being JSON, knows no infinity: the history does.
+    columns["worst10"] = [result.history[-1][f"{metric}_worst10"] for result in found]
     columns["seconds"] = [result.seconds_taken for result in found]
     columns["messages"] = [messages(result) for result in found]
     columns["uploaded_mb"] = [uploaded(result) for result in found]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments import jobs
-from polytempo.experiments.sweep import holm, paired, points_of, read_grid, with_values
+from polytempo.experiments.grid import points_of, read_grid, with_values
+from polytempo.experiments.significance import holm, paired
 from polytempo.experiments.tables import confidence, formatted
 
 TINY = (
