@@ -19,6 +19,7 @@ Theory of operation
    A *newcomer*, a client that joins for the first time once updates have been folded, does
    not wait for a slot: it is sent a model at once. As long as there are more than `slots` in
    training, nobody else is started. (With "cohort" it may be chosen from the next cohort on.)
+   Nobody at all is started before `wait_for` members are there; from then on it does not matter.
 5. An update is checked in full before anything changes, against what its own dispatch asked for.
    What is refused leaves no trace. Then it is made what the strategy asked for: unpacked, if it
    was compressed, and cut down by the *defence* of the run, if there is one. So no strategy knows
