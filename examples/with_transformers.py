@@ -1,5 +1,6 @@
-"""A client that trains with the Trainer of Hugging Face transformers (pip install transformers
-accelerate). Only the classifier and the last layer travel here; leave out `SHARED` to send all.
+"""A client that trains with the Trainer of Hugging Face transformers (pip install
+"polytempo[network,transformers]"). Only the classifier and the last layer travel here; leave out
+`SHARED` to send all.
 
     python examples/with_transformers.py server 127.0.0.1:7500
     python examples/with_transformers.py client 127.0.0.1:7500 0    # one of these for each client
@@ -10,7 +11,13 @@ import sys
 import tempfile
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 import polytempo as pt
 
@@ -58,7 +65,9 @@ class Client:
                 per_device_train_batch_size=task.batch_size,
                 **given,
             )
-            Trainer(self.model, arguments, train_dataset=self.data).train()
+            trainer = Trainer(self.model, arguments, train_dataset=self.data)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
         return {name: value.numpy() for name, value in travels(self.model).items()}
 
     @torch.no_grad()

@@ -9,7 +9,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from polytempo.network.session import free_ports
 
@@ -79,9 +81,17 @@ def test_an_example_learns(name, tmp_path):
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-def test_the_example_with_transformers_learns(tmp_path):
-    found = fleet(load("with_transformers"), tmp_path)
+def test_the_example_with_transformers_trains_what_it_shares(tmp_path):
+    example = load("with_transformers")
+    found = fleet(example, tmp_path, rounds=4)
     assert found["server"].summary["complete"]
+    assert found[0]["acknowledged"] + found[1]["acknowledged"] == 4
+    sent = load_file(tmp_path / "client-0" / "model.safetensors")
+    assert {"classifier.weight", "bert.encoder.layer.1.output.dense.bias"} < sent.keys()
+    assert not any("embeddings" in name or "layer.0" in name for name in sent), "they stay"
+    begin = example.travels(example.make())
+    moved = [name for name in sent if not np.array_equal(sent[name], begin[name].numpy())]
+    assert "classifier.weight" in moved
 
 
 def test_an_example_runs_as_it_says_it_does(tmp_path):
