@@ -659,7 +659,7 @@ class ServerNode:
         self.applied, self.events, self.time = state["applied"], state["events"], state["time"]
         self.messages, self.bytes = Counter(state["messages"]), Counter(state["bytes"])
         self.staleness = Counter(dict(state["staleness"]))
-        self.trainings = Counter(dict(state["trainings"]))
+        self.trainings = Counter(dict(state.get("trainings", ())))
         self.revoked = set(state["revoked"])
 
 
