@@ -30,6 +30,7 @@ from polytempo.experiments.run import as_before, holds_run
 from polytempo.models import build
 from polytempo.network.fleet.store import JOURNAL
 from polytempo.nodes.server import FleetPlan, Patience, ServerNode
+from polytempo.simulation.guards import require_accountant
 from polytempo.storage import load_state, save_state
 from polytempo.training import PROBLEMS, Problem
 
@@ -96,6 +97,8 @@ def make_node(what: Undertaking, patience: Patience = AUTO) -> ServerNode:
     """The server of an undertaking, before anybody has enrolled."""
     config, model = what.config, what.model
     assert config.clients is not None
+    if (mechanism := config.make("dp")) is not None:
+        require_accountant(mechanism)
     samples = [1] * config.clients
     context = Context(
         model.initial, samples, config.task(), config.seed, config.storage(), model.tensors
