@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo import strategies
+    from polytempo.core.attacks import ATTACKS, Attack
     from polytempo.core.client_steps import CLIENT_STEPS, ClientStep
+    from polytempo.core.defences import DEFENCES, Defence
     from polytempo.core.errors import PolytempoError, Refused
     from polytempo.core.messages import Dispatch, InFlight, Staleness, Stop, Update
     from polytempo.core.objective import OBJECTIVES, Drift, Objective, Plain, Proximal, Pull
@@ -33,9 +35,13 @@ if TYPE_CHECKING:  # what type checkers and editors see
 _HOME = {  # where each name lives; a module that is offered itself is its own home
     "Adam": "polytempo.core.optimizer",
     "AdamW": "polytempo.core.optimizer",
+    "ATTACKS": "polytempo.core.attacks",
+    "Attack": "polytempo.core.attacks",
     "CLIENT_STEPS": "polytempo.core.client_steps",
     "ClientStep": "polytempo.core.client_steps",
     "Context": "polytempo.core.strategy",
+    "DEFENCES": "polytempo.core.defences",
+    "Defence": "polytempo.core.defences",
     "Dispatch": "polytempo.core.messages",
     "Drift": "polytempo.core.objective",
     "Federation": "polytempo.data.federation",
@@ -69,13 +75,17 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "tokenizer": "polytempo.models.pretrained",
 }
 __all__ = [
+    "ATTACKS",
     "CLIENT_STEPS",
+    "DEFENCES",
     "OBJECTIVES",
     "STRATEGIES",
     "Adam",
     "AdamW",
+    "Attack",
     "ClientStep",
     "Context",
+    "Defence",
     "Dispatch",
     "Drift",
     "Federation",

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from polytempo import Context, PolytempoError, Server, Task
+from polytempo import Context, PolytempoError, Server, Task, simulate
 from polytempo.core.compression import Int8
 from polytempo.core.privacy import Gaussian
 from polytempo.core.rng import rng
@@ -94,3 +94,10 @@ def test_what_would_leave_without_noise_is_refused(name):
 
 def test_a_mask_of_the_received_model_tells_nothing():
     assert server("casa+", Gaussian(1.0, 1.0), Int8()).steps
+
+
+def test_an_accountant_that_is_missing_is_missed_before_the_run(small, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PolytempoError, match=r"polytempo\[privacy\]"):
+        simulate(small, model="linear", rounds=1, dp="clip=1,noise=1")
+    simulate(small, model="linear", rounds=1, dp="clip=1,noise=0", adapt_epochs=0)

@@ -70,7 +70,7 @@ class Int8(Compression):
     the block's largest number over 127. Four times fewer bytes than single precision, but 4 /
     `block` of a byte."""
 
-    block: Annotated[int, Field(ge=1)] = 256
+    block: Annotated[int, Field(ge=1, le=65_536)] = 256
 
     @property
     def uploads(self) -> Mapping[str, int]:

@@ -31,6 +31,7 @@ from polytempo.models import build
 from polytempo.network.fleet.store import JOURNAL
 from polytempo.nodes.plan import FleetPlan, Patience
 from polytempo.nodes.server import ServerNode
+from polytempo.simulation.guards import require_accountant
 from polytempo.storage import load_state, save_state
 from polytempo.training import PROBLEMS, Problem
 
@@ -106,6 +107,8 @@ def make_node(what: Undertaking, patience: Patience = AUTO, wait_for: int = 1) -
             f"wait_for = {wait_for}: expected at least 1, and at most the number of clients, "
             f"{config.clients}"
         )
+    if (mechanism := config.make("dp")) is not None:
+        require_accountant(mechanism)
     samples = [1] * config.clients
     context = Context(
         model.initial, samples, config.task(), config.seed, config.storage(), model.tensors

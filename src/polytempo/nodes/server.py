@@ -569,7 +569,7 @@ class ServerNode:
         self.messages, self.bytes = Counter(state["messages"]), Counter(state["bytes"])
         self.staleness = Counter(dict(state["staleness"]))
         self.shares = {client: (count, stale) for client, count, stale in state.get("shares", ())}
-        self.trainings = Counter(dict(state["trainings"]))
+        self.trainings = Counter(dict(state.get("trainings", ())))
         self.revoked = set(state["revoked"])
 
 

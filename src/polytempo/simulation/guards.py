@@ -24,9 +24,9 @@ FIGURES = ("privacy", "attack", "defence")
 ORDERS = tuple(1 + 10 ** (x / 50) for x in range(-150, 151))
 
 
-def require_accountant() -> None:
+def require_accountant(mechanism: Gaussian) -> None:
     """Better before a run than after it."""
-    if importlib.util.find_spec("opacus") is None:
+    if mechanism.noise and importlib.util.find_spec("opacus") is None:
         raise PolytempoError(
             '--dp needs Opacus, to account for privacy: pip install "polytempo[privacy]"'
         )
@@ -78,8 +78,7 @@ class Account(Extension):
     def __init__(self, mechanism: Gaussian, clients: int) -> None:
         self.mechanism, self.clients = mechanism, clients
         self.uploads: Counter[int] = Counter()
-        if mechanism.noise:
-            require_accountant()
+        require_accountant(mechanism)
 
     def happened(self, event: events.Event) -> None:
         if isinstance(event, events.Upload | events.Drop):
