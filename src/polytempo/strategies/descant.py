@@ -43,7 +43,8 @@ class Descant(Strategy):
     there is no prior, and `beta` is 1.
 
     `prior`: what is added to each label count; 0: no prior. `beta` 0: no line. `weight_decay`
-    replaces that of the local optimizer (none: leave it). Statistics of batch normalisation have no line and move towards the client's at rate r.
+    replaces that of the local optimizer (none: leave it). Statistics of batch normalisation have no
+    line; the server's move towards the client's at the rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
