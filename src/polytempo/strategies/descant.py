@@ -44,7 +44,7 @@ class Descant(Strategy):
 
     `prior`: what is added to each label count; 0: no prior. `beta` 0: no line. `weight_decay`
     replaces that of the local optimizer (none: leave it). Statistics of batch normalisation have no
-    line and move towards the client's at rate r.
+    line; the server's move towards the client's at the rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
@@ -97,8 +97,8 @@ class Descant(Strategy):
         trained = sum(self.context.tensors) or len(now)
         left = way_left(gone[:trained], way[:trained]) if self.project else 1.0  # c
         new = now + rate * left * way
-        # Statistics that a client has measured: on the way to them, never beyond.
-        new[trained:] = torch.lerp(now, now - gone + way, min(1.0, rate))[trained:]
+        # Of statistics, some of the way to those that the client has measured, never beyond.
+        new[trained:] = (now + min(1.0, rate) * (way - gone))[trained:]
         self.mean = torch.lerp(self.mean, new, 1 / min(self.horizon * n, max(1.0, self.t / 2)))
         self.history.release(update.client)
         self.history.add(new)
