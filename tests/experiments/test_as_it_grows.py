@@ -3,13 +3,23 @@
 import csv
 import json
 
+import pytest
+
 import polytempo.experiments.run as running
 from polytempo.core.events import Evaluate
 from polytempo.experiments.config import make_config
 
 SETTINGS = {
-    **{"strategy": "pace", "data": "digits", "clients": 6, "limit": 120, "model": "linear"},
-    **{"epochs": 1, "rounds": 12, "eval_every": 3, "adapt_epochs": 1, "events": True},
+    "strategy": "pace",
+    "data": "digits",
+    "clients": 6,
+    "limit": 120,
+    "model": "linear",
+    "epochs": 1,
+    "rounds": 12,
+    "eval_every": 3,
+    "adapt_epochs": 1,
+    "events": True,
 }
 
 
@@ -44,12 +54,16 @@ def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
 
 
 def test_a_folder_says_from_the_beginning_what_it_is(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: True)
     folder = tmp_path / "run"
     monkeypatch.setattr("sys.argv", ["/usr/bin/polytempo", "run", "--data", "two words"])
-    running.run(make_config({**SETTINGS, "strategy": "fedavg", "slots": 6}, "test"), folder)
+    running.run(make_config({**SETTINGS, "strategy": "fedasync", "slots": 1}, "test"), folder)
     found = json.loads((folder / "about.json").read_text())
     assert found["metric"]["name"] == "accuracy" and found["command"].endswith("'two words'")
     assert {"polytempo", "torch"} <= found["versions"].keys()
     report = (folder / "report.html").read_text()
     assert found["began"] in report and found["versions"]["torch"] in report
     assert "two words" in report
+    assert "taleness" not in report  # one client at a time: no update was stale
+    assert not (folder / "staleness.png").exists()
