@@ -7,6 +7,7 @@ import pytest
 
 import polytempo.experiments.run as running
 from polytempo.core.events import Evaluate
+from polytempo.experiments.compare import compare
 from polytempo.experiments.config import make_config
 
 SETTINGS = {
@@ -67,3 +68,24 @@ def test_a_folder_says_from_the_beginning_what_it_is(tmp_path, monkeypatch):
     assert "two words" in report
     assert "taleness" not in report  # one client at a time: no update was stale
     assert not (folder / "staleness.png").exists()
+
+
+def test_the_report_of_a_comparison_tells_seeds_and_all_shared_settings(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("polytempo.experiments.compare.can_plot", lambda: True)
+    monkeypatch.setattr("sys.argv", ["polytempo", "compare", "fedasync", "standalone"])
+    given = {name: value for name, value in SETTINGS.items() if name != "strategy"}
+    compare(["fedasync", "standalone"], given, tmp_path, seeds=(0, 1))
+    report = (tmp_path / "report.html").read_text(encoding="utf8")
+    assert "Seeds: 0, 1." in report and "polytempo compare fedasync standalone" in report
+    assert "batch_size" in report and "versions" in report  # was not given
+    assert '<th scope="row">seed</th>' not in report  # they differ
+    assert '<th scope="row">strategy</th>' not in report
+
+
+def test_a_comparison_goes_on_with_events_as_it_began(tmp_path):
+    given = {name: value for name, value in SETTINGS.items() if name not in ("strategy", "events")}
+    first = compare(["fedasync"], given, tmp_path)
+    again = compare(["fedasync"], {**given, "events": True}, tmp_path)
+    assert again.summaries() == first.summaries()
+    assert not (tmp_path / "fedasync" / "seed0" / "events.jsonl").exists()
