@@ -3,8 +3,11 @@
 import csv
 import json
 
+import pytest
+
 import polytempo.experiments.run as running
 from polytempo.core.events import Evaluate
+from polytempo.experiments.compare import compare
 from polytempo.experiments.config import make_config
 
 SETTINGS = {
@@ -52,12 +55,37 @@ def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
 
 
 def test_a_folder_says_from_the_beginning_what_it_is(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: True)
     folder = tmp_path / "run"
     monkeypatch.setattr("sys.argv", ["/usr/bin/polytempo", "run", "--data", "two words"])
-    running.run(make_config({**SETTINGS, "strategy": "fedavg", "slots": 6}, "test"), folder)
+    running.run(make_config({**SETTINGS, "strategy": "fedasync", "slots": 1}, "test"), folder)
     found = json.loads((folder / "about.json").read_text())
     assert found["metric"]["name"] == "accuracy" and found["command"].endswith("'two words'")
     assert {"polytempo", "torch"} <= found["versions"].keys()
     report = (folder / "report.html").read_text()
     assert found["began"] in report and found["versions"]["torch"] in report
     assert "two words" in report
+    assert "taleness" not in report  # one client at a time: no update was stale
+    assert not (folder / "staleness.png").exists()
+
+
+def test_the_report_of_a_comparison_tells_seeds_and_all_shared_settings(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("polytempo.experiments.compare.can_plot", lambda: True)
+    monkeypatch.setattr("sys.argv", ["polytempo", "compare", "fedasync", "standalone"])
+    given = {name: value for name, value in SETTINGS.items() if name != "strategy"}
+    compare(["fedasync", "standalone"], given, tmp_path, seeds=(0, 1))
+    report = (tmp_path / "report.html").read_text(encoding="utf8")
+    assert "Seeds: 0, 1." in report and "polytempo compare fedasync standalone" in report
+    assert "batch_size" in report and "versions" in report  # was not given
+    assert '<th scope="row">seed</th>' not in report  # they differ
+    assert '<th scope="row">strategy</th>' not in report
+
+
+def test_a_comparison_goes_on_with_events_as_it_began(tmp_path):
+    given = {name: value for name, value in SETTINGS.items() if name not in ("strategy", "events")}
+    first = compare(["fedasync"], given, tmp_path)
+    again = compare(["fedasync"], {**given, "events": True}, tmp_path)
+    assert again.summaries() == first.summaries()
+    assert not (tmp_path / "fedasync" / "seed0" / "events.jsonl").exists()

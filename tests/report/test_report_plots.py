@@ -28,7 +28,7 @@ from polytempo.report import (
     plot_similarity,
     plot_staleness,
 )
-from polytempo.report.canvas import PALETTE
+from polytempo.report.canvas import PALETTE, metric_axis
 from polytempo.report.clusters import ACROSS, COLOURS, strips
 from polytempo.report.curves import on_common_grid
 from polytempo.report.maps import by_cluster, by_group, colour_top
@@ -381,3 +381,15 @@ def test_likeness_is_drawn_a_few_times(tmp_path, count):
     assert size(plot_similarity(kept, tmp_path / "plain.png")) == (width, height)
     with pytest.raises(PolytempoError, match="no similarities to draw"):
         plot_similarity([], tmp_path / "none.png")
+
+
+def test_the_best_values_of_a_share_lie_below_a_named_tick():
+    from matplotlib.figure import Figure
+
+    for best in (0.31, 0.958, 0.987, 1.0):
+        axes = Figure().add_subplot()
+        axes.plot([0, 1], [0.03, best])
+        metric_axis(axes, ACCURACY, [0.03, best])
+        low, high = axes.get_ylim()
+        assert max(tick for tick in axes.get_yticks() if low <= tick <= high) >= best
+        assert high <= 1.02

@@ -43,7 +43,9 @@ def view_command(
             "works anywhere, without this program.",
         ),
     ] = None,
-    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
+    until_eof: Annotated[
+        bool, typer.Option("--until-eof", hidden=True, help="End when standard input does.")
+    ] = False,
 ) -> None:
     """Show runs in a web page on this machine, as they go.
 

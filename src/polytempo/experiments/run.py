@@ -473,8 +473,8 @@ def drive(
     observer: Attach | None = None,
 ) -> RunResult:
     """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
-    diverges, or the disk is full, the folder stays as the last checkpoint left it; only the history
-    may be further."""
+    diverges, or the disk is full, it can be resumed from the last checkpoint; the history and
+    the tables may be a little ahead of that until then."""
     write_config(folder / "config.toml", config)
     write_about(folder, simulator.metric, simulator.federation.description)
     peak_memory(reset=True)

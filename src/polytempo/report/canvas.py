@@ -82,11 +82,14 @@ def metric_axis(axes: Any, metric: MetricInfo, values: Iterable[float]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
     label = metric.label + (f" ({metric.direction})" if metric.better == "lower" else "")
+    finite = [value for value in values if math.isfinite(value)]
     if metric.share:
-        axes.set_ylim(top=min(1.02, axes.get_ylim()[1]))
+        low, high = axes.get_ylim()
+        ticks = axes.yaxis.get_major_locator().tick_values(low, high)
+        named = min((tick for tick in ticks if tick >= max(finite, default=0.0)), default=high)
+        axes.set_ylim(top=min(1.02, max(high, 1.01 * named)))  # a tick is at the top or above it
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     else:
-        finite = [value for value in values if math.isfinite(value)]
         if finite and min(finite) > 0 and max(finite) > _ORDERS * min(finite):
             axes.set_yscale("log")
             decades = math.log10(max(finite) / min(finite))

@@ -42,13 +42,8 @@ def bind(listen: str | None) -> socket.socket:
         raise PolytempoError(f"--listen {listen}: expected HOST:PORT, such as 127.0.0.1:{PORT}")
     for each in (port, *(["0"] if listen is None else [])):  # the usual port may be taken
         try:
-            family = socket.getaddrinfo(host, int(each), type=socket.SOCK_STREAM)[0]
-            found = socket.socket(family[0], socket.SOCK_STREAM)
-            if sys.platform != "win32":
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(family[4])
-            found.listen(64)
-            return found
+            family, *_, address = socket.getaddrinfo(host, int(each), type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address, family=family)
         except OSError as error:
             problem = error
     raise PolytempoError(

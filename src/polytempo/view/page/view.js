@@ -184,7 +184,7 @@ function drawCurves(shown) {
   const seeds = group(shown), means = together(seeds, shown);
   $(document, "#seeds").parentElement.hidden = seeds.size === shown.length;
   const traces = means ? [...seeds].flatMap(([name, runs], k) => ofSeeds(name, runs, x, y, k, form)) : shown.map((run) => ({
-    x: run.curve[x], y: run.curve[y], name: run.name, mode: "lines+markers",
+    x: run.curve[x], y: run.curve[y], name: text(run.name), mode: "lines+markers",
     marker: { size: run.curve.time.length > 60 ? 3 : 5 }, connectgaps: true,
     line: { width: 2.2, ...look_of(run.key) },
     hovertemplate: `%{y:${form}}<extra>${text(run.name)}</extra>`,
@@ -233,7 +233,7 @@ function ofSeeds(name, runs, x, y, k, form) {
   return [
     { ...edge, y: over((all) => Math.min(...all)) },
     { ...edge, y: over((all) => Math.max(...all)), fill: "tonexty", fillcolor: `${color}2b` },
-    { x: grid, y: over((all) => all.reduce((sum, one) => sum + one) / all.length), name: `${name} (${curves.length} seeds)`, mode: "lines",
+    { x: grid, y: over((all) => all.reduce((sum, one) => sum + one) / all.length), name: `${text(name)} (${curves.length} seeds)`, mode: "lines",
       line: { color, dash, width: 2.2, shape: "hv" }, legendgroup: name, hovertemplate: `%{y:${form}}<extra>${text(name)}</extra>` },
   ];
 }
@@ -495,7 +495,14 @@ async function drawMatrix(view, run, which, byHand = false) {
   const stamp = `${slider.value} ${run.have}`;
   if (card.dataset.stamp === stamp) return;
   card.dataset.stamp = stamp;
-  const given = await ask(`/api/runs/${run.key}/${which}?number=${slider.value}`);
+  let given;
+  try {
+    given = await ask(`/api/runs/${run.key}/${which}?number=${slider.value}`);
+  } catch { // no answer: as with the rest of the page
+    delete card.dataset.stamp;
+    return;
+  }
+  if (card.dataset.stamp !== stamp) return; // the slider was moved on meanwhile
   if (!given) { card.hidden = true; return; }
   $(card, "output").textContent = given.round === null ? "" : `${given.round.toLocaleString()} updates`;
   const names = given.clients.map(String);
