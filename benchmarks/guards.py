@@ -3,9 +3,8 @@
     python benchmarks/guards.py dp
     python benchmarks/guards.py attacks sign-flip:times=3     # or another; "none": defences alone
     python benchmarks/guards.py compression
-    python benchmarks/guards.py cifar10      # compression again; needs the data
 
-One seed; 20 clients on digits (CIFAR-10: 50), labels by Dirichlet(0.5). Every row is what
+One seed; 20 clients on digits, labels by Dirichlet(0.5). Every row is what
 `polytempo run` does with the options that it names.
 """
 
@@ -78,12 +77,10 @@ def attacks(attack: str) -> Iterator[Sequence[str]]:
             yield attack, f"{share:.0%}", defence or "none", *map(percent, found)
 
 
-def compression(
-    federation: pt.Federation | None = None, strategies: Sequence[str] = STRATEGIES, **more: Any
-) -> Iterator[Sequence[str]]:
+def compression() -> Iterator[Sequence[str]]:
     """Over slow links (0.5 to 2 Mbit/s): fewer bytes are less time, too."""
-    federation = federation or digits()
-    yield "compression", "KB an upload", *(f"{s}{w}" for s in strategies for w in ("", ", time"))
+    federation = digits()
+    yield "compression", "KB an upload", *(f"{s}{w}" for s in STRATEGIES for w in ("", ", time"))
     for spec in PACKINGS:
         found = [
             run(
@@ -91,9 +88,9 @@ def compression(
                 strategy=name,
                 compress=spec,
                 network="uniform:low=0.5,high=2",
-                **{"rounds": 400, **more},
+                rounds=400,
             )
-            for name in strategies
+            for name in STRATEGIES
         ]
         first = next(result for result in found if result is not None)
         size = first.messages["upload_bytes"] / first.messages["upload"] / 1e3
@@ -101,14 +98,8 @@ def compression(
         yield spec or "none", f"{size:,.1f}", *(text for pair in shown for text in pair)
 
 
-def cifar10() -> Iterator[Sequence[str]]:
-    partition = pt.partition.Dirichlet(0.5)
-    federation = pt.Federation.load("cifar10", clients=50, partition=partition, limit=10_000)
-    yield from compression(federation, ("fedbuff", "descant"), model="lenet", rounds=300)
-
-
 def main() -> None:
-    parts: dict[str, Any] = {f.__name__: f for f in (dp, attacks, compression, cifar10)}
+    parts: dict[str, Any] = {f.__name__: f for f in (dp, attacks, compression)}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=parts)
     parser.add_argument("attack", nargs="?", help="with attacks: which", default="sign-flip")
