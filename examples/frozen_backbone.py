@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import polytempo as pt
 
-MEAN, DEVIATION = 0.498, 0.502  # of pixels in 0..1: what this network was trained with
+MEAN, DEVIATION = 0.498, 0.502  # (x - 127) / 128, as the Lite networks of TensorFlow have it
 
 
 def backbone():
