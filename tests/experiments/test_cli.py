@@ -5,6 +5,7 @@ import re
 from dataclasses import fields
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.progress import Progress
 
@@ -13,7 +14,8 @@ from polytempo.cli.catalogue import KINDS, known
 from polytempo.cli.commands import COMMANDS, load
 from polytempo.core.events import Dispatch, Evaluate
 from polytempo.core.metric import ACCURACY
-from polytempo.data import available
+from polytempo.data import Federation, available
+from polytempo.experiments.advice import constant_level
 from polytempo.experiments.config import RunConfig
 from polytempo.experiments.progress import RunProgress
 from polytempo.strategies import STRATEGIES
@@ -315,3 +317,33 @@ def test_data_draws_the_labels_of_each_client(polytempo, tmp_path):
 def test_a_picture_of_an_unknown_kind_is_refused(polytempo, tmp_path):
     error = polytempo("data", "--data", "digits", "-o", tmp_path / "labels.xyz").error
     assert ".png" in error
+
+
+# -- a run that comes to nothing ------------------------------------------------------------------
+
+
+def test_a_run_that_learns_nothing_says_so_and_what_to_try(polytempo, tmp_path):
+    given = ("--data", "digits", "--clients", 6, "--rounds", 6, "--model", "linear", "--epochs", 1)
+    for strategy, said in (("fedasync", "the same label for everybody"), ("pace", "commonest")):
+        outcome = polytempo(
+            *("run", *given, "--strategy", strategy, "--lr", 1e-6, "-o", tmp_path / strategy)
+        )
+        assert said in flat(outcome.err) and "larger --lr (now 1e-06)" in flat(outcome.err)
+    fine = polytempo(
+        *("run", *given, "--rounds", 60, "--strategy", "fedasync", "--lr", 0.1),
+        *("--partition", "iid", "-o", tmp_path / "fine"),
+    )
+    assert fine.code == 0 and "hardly learned" not in fine.err
+
+
+def test_the_level_of_constants_by_hand():
+    x = np.zeros((4, 2), np.float32)
+    clients = [(x, [0, 0, 0, 1], x, [0, 0, 1, 1]), (x, [1, 1, 2, 1], x, [1, 1, 1, 2])]
+    federation = Federation.from_arrays(
+        [(a, np.array(b), c, np.array(d)) for a, b, c, d in clients]
+    )
+    assert constant_level(federation, one=True) == pytest.approx((0.5 + 0.75) / 2)  # label 1
+    assert constant_level(federation, one=False) == pytest.approx((0.5 + 0.75) / 2)
+    assert constant_level(
+        Federation.from_arrays([(x, np.array([0, 0, 1, 2]), x, np.array([0, 0, 0, 2]))] * 2), True
+    ) == pytest.approx(0.75)

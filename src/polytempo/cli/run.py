@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from polytempo.cli.console import interrupted, output
+from polytempo.cli.console import interrupted, notes, output
 from polytempo.cli.options import Config, Json, Live
 from polytempo.cli.settings import with_settings
 from polytempo.cli.view import viewed
 from polytempo.core.errors import PolytempoError
+from polytempo.experiments.advice import advice
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import new_folder, of_run
 from polytempo.experiments.progress import RunProgress
@@ -75,6 +76,8 @@ def run_command(
         output.print_json(data=result.summary)
     else:
         show_run(result, folder)
+        if tip := advice(result, make_config(read_config(folder / "config.toml"), "run")):
+            notes.print(f"[yellow]note:[/] {escape(tip)}", soft_wrap=True, highlight=False)
     if not result.summary["complete"]:
         interrupted(f"polytempo run --resume {folder}")
 

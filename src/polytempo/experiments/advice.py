@@ -1,0 +1,46 @@
+"""A word to the user at the end of a run that has come to nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polytempo.data import Federation
+from polytempo.experiments.config import RunConfig
+from polytempo.experiments.result import RunResult
+from polytempo.simulation import Simulator
+from polytempo.training.problem import Classification
+
+NEAR = 0.02  # so little above the level of a constant is no learning
+
+
+def advice(result: RunResult, config: RunConfig) -> str | None:
+    """What to try, if the models are no better than one answer for all samples."""
+    engine = result.simulator
+    if not isinstance(engine, Simulator) or not isinstance(engine.problem, Classification):
+        return None
+    one = engine.strategy.single_model
+    level = constant_level(engine.federation, one)
+    if engine.round == 0 or level > 0.9 or not result.value <= level + NEAR:
+        return None
+    whom = "the same label for everybody" if one else "each client's commonest label"
+    return (
+        f"{result.metric.text(result.value)} is no better than always predicting {whom} "
+        f"({result.metric.text(level)}): the models have hardly learned. Try a larger --lr (now "
+        f"{config.lr:g}), a smaller --batch-size ({config.batch_size}), more --rounds or --epochs"
+    )
+
+
+def constant_level(federation: Federation, one: bool) -> float:
+    """The accuracy, mean over clients, of the best single label for all (`one`), or of each
+    client's commonest one."""
+    y, labels = federation.y.numpy(), federation.outputs
+    tested = [
+        np.bincount(y[federation.test[client]], minlength=labels) for client in federation.tested
+    ]
+    shares = np.array([counts / counts.sum() for counts in tested])
+    if one:
+        return float(shares.mean(0).max())
+    train = [
+        np.bincount(y[federation.train[client]], minlength=labels) for client in federation.tested
+    ]
+    return float(np.mean([share[own.argmax()] for share, own in zip(shares, train, strict=True)]))
