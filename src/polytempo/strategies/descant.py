@@ -34,13 +34,13 @@ class Descant(Strategy):
       On quadratic losses with a common minimum it never moves away from that, whatever the lines,
       delays and rates (tests/strategies/test_descant.py).
     - Clients are served a moving average `E` of `G` over about `horizon` times n arrivals (over
-      half of them at first), to which each adds its line. Label counts, lines and the
-      models in use never leave the client, training takes no longer than in FedAvg, and the server
-      keeps two models however many clients there are.
+      half of them at first), to which each adds its line. Label counts, lines and the models in use
+      never leave the client, a training takes no longer than in FedAvg, and the server keeps two
+      models, and those that clients in training were sent.
 
-    Where clients differ in their labels alone, the prior says so and lines stay short; where the
-    same sample means something else to each, lines grow into models of their own. Without labels
-    there is no prior, and `beta` is 1.
+    The prior says how labels differ between clients, the line the rest: where the same sample means
+    something else to each, lines grow into models of their own. Without labels there is no prior,
+    and `beta` is 1.
 
     `prior`: what is added to each label count; 0: no prior. `beta` 0: no line. `weight_decay`
     replaces that of the local optimizer (none: leave it). Statistics of batch normalisation have no
