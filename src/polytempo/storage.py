@@ -70,7 +70,8 @@ def _digest(text: str, arrays: Mapping[str, Tensor]) -> str:
     found = hashlib.blake2b(text.encode(), digest_size=16)
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype} {list(array.shape)}".encode())
-        found.update(array.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if array.numel():  # what is empty cannot be seen as bytes
+            found.update(array.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

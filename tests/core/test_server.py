@@ -901,7 +901,7 @@ class Whatever(RuleBasedStateMachine):
         found = {client: [o.number for o in sent] for client, sent in self.server.open.items()}
         assert found == self.training
         for sent in self.server.open.values():
-            for number, at_round, at_version, _ in sent:
+            for number, at_round, at_version, *_ in sent:
                 assert self.sent[number][1:] == (at_round, at_version)
         assert (self.server.round, self.server.version) == (self.round, self.version)
         assert len(self.server.strategy.cohorts) == self.closes

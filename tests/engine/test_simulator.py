@@ -741,6 +741,7 @@ def test_a_refused_update_leaves_the_run_as_it_was(small):
     )
     flight = simulator.flights[refused]  # the device comes to reason, and sends a good model
     flight.job = replace(flight.job, task=TASK, params=torch.zeros_like(flight.job.params))
+    flight.seen = None  # another model than it was sent
     with pytest.raises(PolytempoError):
         simulator.run(50)
     assert simulator.server.round > done

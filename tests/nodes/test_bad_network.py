@@ -51,7 +51,7 @@ OFTEN = {  # what must have happened in each portion, at least so many times
     "trainings shortened": 8,
     "trainings abandoned": 80,
     "trainings that hang": 100,
-    "bad updates": 30,
+    "bad updates": 10,
     "GivenUp": 200,
     "given up because they were gone": 30,
     "returns before that was applied": 1,

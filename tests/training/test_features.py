@@ -175,7 +175,7 @@ def test_a_task_without_a_basis_has_no_extras(small):
 
 
 def test_dropout_is_off_and_large_shards_are_taken_in_parts(small, monkeypatch):
-    monkeypatch.setattr("polytempo.training.session.EVALUATION_BATCH", 5)
+    monkeypatch.setattr("polytempo.training.solvers.autograd.EVALUATION_BATCH", 5)
     module = nn.Sequential(nn.Linear(12, 7), nn.Dropout(0.5), nn.Linear(7, 4)).double()
     trainer = AutogradSolver(module, small, 5)
     start = trainer.layout.read()

@@ -318,13 +318,6 @@ class Server:
                 f"client {client} sent the extras {sorted(update.extras)}, expected "
                 f"{sorted(wanted_extras)}"
             )
-        for name, rows in wanted_extras.items():
-            extra = update.extras[name]
-            if extra.ndim != 2 or len(extra) != rows or not bool(torch.isfinite(extra).all()):
-                raise Refused(
-                    f"client {client} sent {name!r} of shape {list(extra.shape)}, expected "
-                    f"{rows} rows of finite numbers"
-                )
         if not 1 <= update.samples <= MOST_SAMPLES:
             raise Refused(
                 f"client {client} claims {update.samples} samples; expected 1 or more, and at most "
@@ -333,6 +326,7 @@ class Server:
         extras, vector = dict(update.extras), update.vector
         wanted = self.context.initial
         if (packing := sent.task.compression) is not None:
+            _check_extras(update, packing.uploads)
             beside = {name: extras.pop(name) for name in packing.uploads}
             try:
                 vector = packing.unpack(vector, beside, len(wanted), wanted.dtype)
@@ -355,6 +349,7 @@ class Server:
             raise Refused(
                 f"client {client} sent {what}: its training diverged; lower the learning rate"
             )
+        _check_extras(update, wanted_extras)  # last: what has diverged is called so
         return sent, Update(client, number, vector, update.samples, extras, sent.task)
 
     # -- checkpoints ---------------------------------------------------------------------------
@@ -391,6 +386,16 @@ class Server:
         self.strategy.load_state_dict(state["strategy"])
         if self.defence is not None:
             self.defence.load_state_dict(state["defence"])
+
+
+def _check_extras(update: Update, wanted: Mapping[str, int]) -> None:
+    for name, rows in wanted.items():
+        extra = update.extras[name]
+        if extra.ndim != 2 or len(extra) != rows or not bool(torch.isfinite(extra).all()):
+            raise Refused(
+                f"client {update.client} sent {name!r} of shape {list(extra.shape)}, expected "
+                f"{rows} rows of finite numbers"
+            )
 
 
 def _read_open(
