@@ -79,13 +79,19 @@ def serve(
         settings = uvicorn.Config(
             app, log_level="error", lifespan="off", timeout_graceful_shutdown=2, ws="none"
         )
-        server = uvicorn.Server(settings)
-        if until_eof:
-            threading.Thread(target=_end_with_input, args=(server, app), daemon=True).start()
         if ipaddress.ip_address(host).is_unspecified:  # all interfaces: by what others know it
             host = socket.gethostname()
         where = f"[{host}]" if ":" in host else host
-        say(f"http://{where}:{port}/" + (f"?token={token}" if token else ""))
+        address = f"http://{where}:{port}/" + (f"?token={token}" if token else "")
+
+        class Server(uvicorn.Server):
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                say(address)  # from now on it answers, also to Ctrl-C
+
+        server = Server(settings)
+        if until_eof:
+            threading.Thread(target=_end_with_input, args=(server, app), daemon=True).start()
         with suppress(KeyboardInterrupt):  # the usual way to end it
             server.run(sockets=[place])
 
