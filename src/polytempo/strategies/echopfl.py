@@ -52,7 +52,7 @@ class EchoPFL(Clustered):
     told apart later, whereas clusters that are too many are merged: if in doubt, choose a higher
     `join`. `alpha`, `a`: how much an update counts, and the exponent of its
     staleness decay. `broadcast`: the change of a cluster's model, relative to its distance from the
-    initial one, beyond which clients in training are sent it (inf: never).
+    initial one, beyond which clients in training are sent it. `multicast`: whether they are at all.
 
     A client that has not uploaded yet would use the mean of all clusters' models, by their sizes.
     """
@@ -65,13 +65,14 @@ class EchoPFL(Clustered):
     merge: Annotated[float, Field(ge=-1, le=1)] = 0.5
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
     a: Annotated[float, Field(ge=0)] = 0.5
-    broadcast: Annotated[float, Field(ge=0)] = 0.2
+    broadcast: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.2
+    multicast: bool = True
 
     def __post_init__(self) -> None:
         if self.merge < self.join:
             raise PolytempoError(
-                f"echopfl: merge is {self.merge}, below join, {self.join}: a cluster that was opened "
-                "would be merged at once; use merge >= join"
+                f"echopfl: merge is {self.merge}, below join, {self.join}: clusters would be merged "
+                "as soon as they are opened; use merge >= join"
             )
 
     def setup(self, context: Context) -> None:
@@ -144,6 +145,8 @@ class EchoPFL(Clustered):
 
     def refresh(self, in_flight: InFlights) -> Sequence[int]:
         """The members in training whose cluster has moved on."""
+        if not self.multicast:
+            return ()
         return [flight.client for flight in in_flight if self.moved_on(flight.client)]
 
     def moved_on(self, client: int) -> bool:
