@@ -71,8 +71,8 @@ class EchoPFL(Clustered):
     def __post_init__(self) -> None:
         if self.merge < self.join:
             raise PolytempoError(
-                f"echopfl: merge is {self.merge}, below join, {self.join}: clusters would be merged "
-                "as soon as they are opened; use merge >= join"
+                f"echopfl: merge is {self.merge}, below join, {self.join}: a cluster would be "
+                "merged as soon as it is opened; use merge >= join"
             )
 
     def setup(self, context: Context) -> None:
