@@ -86,7 +86,7 @@ class EchoPFL(Clustered):
         return self.models[number] if number >= 0 else self.context.initial
 
     def serve(self, client: int) -> Tensor:
-        return super().model_for(client) if (self.cluster >= 0).any() else self.context.initial
+        return super().model_for(client) if self.changes else self.context.initial
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self.received[str(dispatch.client)] = dispatch.params
@@ -116,8 +116,10 @@ class EchoPFL(Clustered):
         """The cluster that is most like the model, and how much; of equals, `own` or the first.
         `but` is left out. Without any: -1, and less than any cosine."""
         found, initial = (-1, -2.0), self.context.initial
-        numbers = sorted(set(self.cluster.tolist()) - {-1, but})
+        numbers = np.flatnonzero(np.bincount(self.cluster + 1)[1:]).tolist()
         for number in sorted(numbers, key=lambda number: number != own):
+            if number == but:
+                continue
             likeness = cosine(model - initial, self.models[number] - initial)
             if likeness > found[1]:
                 found = number, likeness
