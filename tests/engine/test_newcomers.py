@@ -16,7 +16,7 @@ SPECS = [
     *("fedavg", "fedasync", "fedbuff:buffer_size=3", "standalone", "pace", "port", "fedamp"),
     *("pfedgraph-async", "ace", "ace:start=first", "aced", "ca2fl:buffer_size=3", "vanilla-asgd"),
     *("casa:founders=1", "casa+:founders=1", "icfl:founders=1", "icfl-async:founders=1"),
-    "ifca-async",
+    *("ifca-async", "echopfl"),
 ]
 
 

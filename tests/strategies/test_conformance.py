@@ -240,7 +240,11 @@ def bits(value):
     return [bits(part) for part in value] if isinstance(value, list | tuple) else repr(value)
 
 
-EAGER = {"port": "port:bound=1,buffer_size=1", "pace": "pace:omega=0.5"}  # they do hurry clients
+EAGER = {  # they do hurry clients
+    "port": "port:bound=1,buffer_size=1",
+    "pace": "pace:omega=0.5",
+    "echopfl": "echopfl:join=-1,broadcast=0.01",
+}
 
 
 def test_queries_are_pure(name):
@@ -316,7 +320,8 @@ def simulator(name, small, seed=0, **options):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     # thresholds that make multicasts and urgent requests happen in a small run
-    name = {"pace": "pace:omega=20", "port": "port:bound=1,buffer_size=2"}.get(name, name)
+    eager = {"pace": "pace:omega=20", "echopfl": EAGER["echopfl"]}
+    name = (eager | {"port": "port:bound=1,buffer_size=2"}).get(name, name)
     name += ":share=0.1" if name.startswith("knn-per") else ""  # neighbours need no training
     return Simulator(
         small,

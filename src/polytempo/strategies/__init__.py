@@ -10,6 +10,7 @@ from polytempo.strategies.casa import CASA, CASAC, CASAD, CASAPlus
 from polytempo.strategies.cfl import CFL, CFLAsync
 from polytempo.strategies.descant import Descant
 from polytempo.strategies.ditto import Ditto, DittoAsync
+from polytempo.strategies.echopfl import EchoPFL
 from polytempo.strategies.estimators import GRAPHS, Attention, Complement, Likeness
 from polytempo.strategies.fadas import FADAS
 from polytempo.strategies.fedac import FedAC
@@ -71,6 +72,7 @@ __all__ = [
     "Descant",
     "Ditto",
     "DittoAsync",
+    "EchoPFL",
     "FedAC",
     "FedALA",
     "FedALAAsync",
