@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 
 
 class Prose(HTMLParser):
-    """The text of a page's paragraphs, without code."""
+    """The text of a page's paragraphs, without code and words in bold."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Prose(HTMLParser):
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag in ("p", "code", "pre"):
+        if tag in ("p", "code", "pre", "strong"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -68,7 +68,7 @@ def test_links_to_files_of_the_repository_work_in_the_site(site):
     assert 'href="repository/examples/with_numpy.py"' in page
     published = site / "repository" / "examples" / "with_numpy.py"
     assert published.read_text() == (ROOT / "examples" / "with_numpy.py").read_text()
-    assert (site / "repository" / "benchmarks" / "README.html").exists()
+    assert (site / "repository" / "benchmarks" / "index.html").exists()
 
 
 def test_the_reference_has_every_public_name(site):
