@@ -31,7 +31,11 @@ def built(tmp_path_factory):
         shutil.copy(ROOT / name, tree)
     shutil.copy(ROOT / "CITATION.cff", tree)
     shutil.copytree(PACKAGE, tree / "src" / "polytempo")
-    leftovers = ["tests/test_it.py", "src/polytempo/core/__pycache__/old.pyc", "build/lib/old.py"]
+    leftovers = [
+        "tests/test_it.py",
+        "src/polytempo/core/__pycache__/old.pyc",
+        "build/lib/polytempo/old.py",
+    ]
     for leftover in leftovers:  # what a working folder has
         (tree / leftover).parent.mkdir(parents=True, exist_ok=True)
         (tree / leftover).write_text("")
@@ -54,6 +58,7 @@ def unpacked(built, tmp_path_factory):
 def polytempo(unpacked: Path, folder: Path, *arguments: str) -> str:
     """The command as the wheel's entry point starts it, in an empty folder."""
     start = (
+        f"import polytempo; assert polytempo.__file__.startswith({str(unpacked)!r});"
         "import sys; from importlib.metadata import entry_points;"
         "[command] = entry_points(group='console_scripts', name='polytempo');"
         "sys.argv[0] = 'polytempo'; sys.exit(command.load()())"
