@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo fleet test chaos explore lint types clean
+.PHONY: help demo fleet test docs chaos explore lint types clean
 
 help:
 	@echo "make demo     install, then run PACE against FedAvg, FedAsync and standalone: table, plots, HTML"
 	@echo "make fleet    run a server and eight clients on this machine, with TLS, beside the simulator"
 	@echo "make test     install, then run linter, type checker and tests"
+	@echo "make docs     build the documentation as a site; a warning is an error"
 	@echo "make chaos    run ten peers on this machine, kill and restart them for a minute, check their logs;"
 	@echo "              then kill a server and its clients a thousand times (some 20 minutes)"
 	@echo "make explore  explore all histories of two and three peers up to a large bound (some minutes),"
@@ -33,14 +34,18 @@ fleet: $(READY)
 	@echo "Open runs/fleet/server/report.html, or look at runs/fleet/server/*.png"
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs/mkdocs_hooks.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/mkdocs_hooks.py
 
 types: $(READY)
 	$(BIN)/mypy
 
 test: lint types
 	$(BIN)/pytest -n 2
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+	@echo "Open site/index.html"
 
 chaos: $(READY)
 	$(BIN)/python tests/network/chaos.py
@@ -51,4 +56,4 @@ explore: $(READY)
 	$(BIN)/python tests/nodes/bad_network.py
 
 clean:
-	rm -rf $(VENV) runs/demo runs/fleet
+	rm -rf $(VENV) runs/demo runs/fleet site
