@@ -55,7 +55,7 @@ def print_as(
     from polytempo.experiments.tables import formatted
 
     if table:
-        sys.stdout.write(formatted(form, table, numbers) + "\n")  # type: ignore[arg-type]
+        sys.stdout.write(formatted(form, table, numbers) + "\n")
 
 
 def certificates(ca: Path | None, cert: Path | None, key: Path | None) -> Certificates | None:

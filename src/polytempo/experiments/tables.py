@@ -139,13 +139,12 @@ def by_column(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 # -- formats ---------------------------------------------------------------------------------------
 
-Format = Literal["text", "markdown", "latex", "csv", "json"]
 _LATEX = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}"}
 _LATEX |= {sign: f"\\{sign}" for sign in "%&_#{}$"} | {"^": r"\textasciicircum{}"}
 
 
 def formatted(
-    form: Format, table: Sequence[Mapping[str, str]], numbers: Sequence[Mapping[str, Any]]
+    form: str, table: Sequence[Mapping[str, str]], numbers: Sequence[Mapping[str, Any]]
 ) -> str:
     """A table for a document (markdown, latex), or its numbers for a program (csv, json)."""
     if form == "json":
