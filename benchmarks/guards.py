@@ -53,7 +53,7 @@ def dp() -> Iterator[Sequence[str]]:
     for noise in (None, 0.0, *NOISES):
         spec = None if noise is None else f"clip=1,noise={noise}"
         found = [
-            run(federation, strategy=name, model="linear", rounds=400, dp=spec)
+            run(federation, strategy=name, model="linear", updates=400, dp=spec)
             for name in STRATEGIES
         ]
         spent = found[1].privacy if found[1] is not None else None
@@ -71,7 +71,7 @@ def attacks(attack: str) -> Iterator[Sequence[str]]:
         spec = f"{attack}{',' if '=' in attack else ':'}share={share}" if share else None
         for defence in DEFENCES:
             found = [
-                run(federation, strategy=name, rounds=200, attack=spec, defend=defence)
+                run(federation, strategy=name, updates=200, attack=spec, defend=defence)
                 for name in STRATEGIES
             ]
             yield attack, f"{share:.0%}", defence or "none", *map(percent, found)
@@ -88,7 +88,7 @@ def compression() -> Iterator[Sequence[str]]:
                 strategy=name,
                 compress=spec,
                 network="uniform:low=0.5,high=2",
-                rounds=400,
+                updates=400,
             )
             for name in STRATEGIES
         ]

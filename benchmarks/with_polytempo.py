@@ -25,7 +25,7 @@ def main() -> None:
         federation,
         module,
         STRATEGIES.create("fedavg"),
-        slots=work.COHORT,
+        concurrency=work.COHORT,
         task=Task(
             epochs=work.EPOCHS, batch_size=work.BATCH, lr=work.LEARNING_RATE, optimizer=optimiser
         ),
@@ -42,8 +42,8 @@ def main() -> None:
 
     with simulator.backend:
         for trainings in protocol.blocks(loss):
-            target = simulator.round + trainings
-            simulator.run(10**9, stop=lambda: simulator.round >= target)  # noqa: B023
+            target = simulator.updates + trainings
+            simulator.run(10**9, stop=lambda: simulator.updates >= target)  # noqa: B023
             # Workers have begun the next round: what they have in hand is part of this block, as
             # what the block before had in hand was of that one.
             simulator.backend.drain()

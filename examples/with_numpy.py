@@ -42,9 +42,9 @@ class Client:
         return float((scores.argmax(1) == self.y_test.argmax(1)).mean())
 
 
-def serve(out="runs/numpy", rounds=60, **options):
+def serve(out="runs/numpy", updates=60, **options):
     options = {"strategy": "pace", "lr": 0.5, "epochs": 20, **options}
-    return pt.serve(BEGINNING, clients=CLIENTS, rounds=rounds, out=out, **options)
+    return pt.serve(BEGINNING, clients=CLIENTS, updates=updates, out=out, **options)
 
 
 def join(address, client, out="runs/numpy-clients", **options):

@@ -40,9 +40,9 @@ class Client:
         return self.model.score(self.x_test, self.y_test)
 
 
-def serve(out="runs/sklearn", rounds=40, **options):
+def serve(out="runs/sklearn", updates=40, **options):
     options = {"strategy": "fedbuff", "epochs": 2, **options}
-    return pt.serve(BEGINNING, clients=CLIENTS, rounds=rounds, out=out, **options)
+    return pt.serve(BEGINNING, clients=CLIENTS, updates=updates, out=out, **options)
 
 
 def join(address, client, out="runs/sklearn-clients", **options):

@@ -51,9 +51,9 @@ class Client:
         return float((self.module(self.x_test).argmax(1) == self.y_test).float().mean())
 
 
-def serve(out="runs/torch", rounds=40, **options):
+def serve(out="runs/torch", updates=40, **options):
     options = {"strategy": "pace", "lr": 0.05, "epochs": 2, **options}
-    return pt.serve(make(), clients=CLIENTS, rounds=rounds, out=out, **options)
+    return pt.serve(make(), clients=CLIENTS, updates=updates, out=out, **options)
 
 
 def join(address, client, out="runs/torch-clients", **options):

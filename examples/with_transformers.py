@@ -78,10 +78,10 @@ class Client:
         return float((self.model(input_ids=x).logits.argmax(1) == y).float().mean())
 
 
-def serve(out="runs/transformers", rounds=20, **options):
+def serve(out="runs/transformers", updates=20, **options):
     beginning = {name: value.numpy() for name, value in travels(make()).items()}
     options = {"strategy": "fedasync", "lr": 1e-3, "epochs": 1, **options}
-    return pt.serve(beginning, clients=CLIENTS, rounds=rounds, out=out, **options)
+    return pt.serve(beginning, clients=CLIENTS, updates=updates, out=out, **options)
 
 
 def join(address, client, out="runs/transformers-clients", **options):

@@ -26,7 +26,7 @@ import torch
 import polytempo as pt
 
 COLUMNS = (
-    *("time", "round", "version", "accuracy", "accuracy_weighted", "accuracy_std"),
+    *("time", "updates", "version", "accuracy", "accuracy_weighted", "accuracy_std"),
     *("accuracy_worst10", "loss", "accuracy_adapted", "dispatch", "upload", "multicast"),
 )
 SOLVERS: dict[str, dict[str, Any]] = {
@@ -39,11 +39,11 @@ DATA: dict[str, dict[str, Any]] = {
     "synthetic": {"model": "linear", "lr": 0.02},
 }
 EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
-    "pace, answered at once": ("pace", {"refill": "same", "slots": 10}),
-    "pace, multicasts": ("pace:omega=20,latency_ms=3000", {"slots": 8, "network": "wifi"}),
-    "port, hurried": ("port:bound=1,buffer_size=2", {"slots": 6, "epochs": 3}),
-    "port, patient": ("port:bound=1,buffer_size=2,requests=false", {"slots": 6}),
-    "fedbuff, newcomers": ("fedbuff", {"dropout": "join:share=0.3,round=20"}),
+    "pace, answered at once": ("pace", {"refill": "same", "concurrency": 10}),
+    "pace, multicasts": ("pace:omega=20,latency_ms=3000", {"concurrency": 8, "network": "wifi"}),
+    "port, hurried": ("port:bound=1,buffer_size=2", {"concurrency": 6, "epochs": 3}),
+    "port, patient": ("port:bound=1,buffer_size=2,requests=false", {"concurrency": 6}),
+    "fedbuff, newcomers": ("fedbuff", {"dropout": "join:share=0.3,updates=20"}),
     "casa, leaving": ("casa", {"dropout": "leave:share=0.3,at=2"}),
     "pace, lost updates": ("pace", {"dropout": "drop:probability=0.2"}),
     "ace, half": ("ace", {"bank": "half"}),
@@ -95,7 +95,7 @@ def fingerprint(case: tuple[str, str, str, dict[str, Any]]) -> str:
     torch.set_num_threads(1)
     model: Any
     if data == "tokens":
-        fed, model, options = _tokens(), "textcnn", {"lr": 0.05, "epochs": 1, "slots": 4}
+        fed, model, options = _tokens(), "textcnn", {"lr": 0.05, "epochs": 1, "concurrency": 4}
     elif data == "normed":
         fed = pt.Federation.load("digits", clients=8, limit=400, seed=3)
         model, options = _normed, {"lr": 0.05, "epochs": 1}
@@ -103,7 +103,7 @@ def fingerprint(case: tuple[str, str, str, dict[str, Any]]) -> str:
         fed = pt.Federation.load(data, clients=12, limit=600, seed=3)
         options = {key: value for key, value in DATA[data].items() if key != "model"}
         model = DATA[data]["model"]
-    rounds = 12 if data == "tokens" else 40
+    updates = 12 if data == "tokens" else 40
     given = {"epochs": 2, "batch_size": 16, "eval_every": 10, "adapt_epochs": 1, "seed": 3}
     if strategy == "p2p":
         given["eval_every"] = 24
@@ -112,7 +112,7 @@ def fingerprint(case: tuple[str, str, str, dict[str, Any]]) -> str:
         fed,
         model=model,
         strategy=strategy,
-        rounds=rounds * (3 if strategy == "p2p" else 1),
+        updates=updates * (3 if strategy == "p2p" else 1),
         **{**given, **options, **settings, **SOLVERS[solver]},
     )
     digest = hashlib.sha256()

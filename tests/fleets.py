@@ -24,7 +24,7 @@ TINY = {
     "clients": 4,
     "model": "linear",
     "solver": "torch",
-    "rounds": 24,
+    "updates": 24,
     "eval_every": 8,
     "adapt_epochs": 1,
     "batch_size": 4,
@@ -76,7 +76,7 @@ def run_fleet(
         outcome.said.append(event)
         if event["event"] == "listening":
             address.put(event["address"])
-        if until is not None and event.get("round", 0) >= until:
+        if until is not None and event.get("updates", 0) >= until:
             interrupted.set()
             gone.set()
 

@@ -83,7 +83,7 @@ def test_an_example_learns(name, tmp_path):
 )
 def test_the_example_with_transformers_trains_what_it_shares(tmp_path):
     example = load("with_transformers")
-    found = fleet(example, tmp_path, rounds=4)
+    found = fleet(example, tmp_path, updates=4)
     assert found["server"].summary["complete"]
     assert found[0]["acknowledged"] + found[1]["acknowledged"] == 4
     sent = load_file(tmp_path / "client-0" / "model.safetensors")

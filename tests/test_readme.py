@@ -46,7 +46,7 @@ def test_the_strategy_of_the_readme_runs_from_the_command_line(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "mine", None)
     del sys.modules["mine"]
     [command] = re.findall(r"PYTHONPATH=\. polytempo (.*)", README)
-    small = ["--clients", "6", "--limit", "120", "--rounds", "12", "--adapt-epochs", "1"]
+    small = ["--clients", "6", "--limit", "120", "--updates", "12", "--adapt-epochs", "1"]
     monkeypatch.setattr("polytempo.cli.console.output", Console(width=200))
     monkeypatch.setattr(sys, "argv", ["polytempo", *command.split(), *small])
     with pytest.raises(SystemExit) as ended:

@@ -53,7 +53,7 @@ def check(found, expected) -> None:
 def test_a_nested_state_comes_back(path):
     state = {
         "z first": 1,
-        "round": 12,
+        "updates": 12,
         "time": 0.1 + 0.2,
         "huge": 2**70,
         "infinite": float("-inf"),
@@ -247,7 +247,7 @@ def test_what_a_file_cannot_hold_is_named_and_the_old_file_stays(path, state, wo
 
 @pytest.mark.parametrize("moment", ["while writing", "before the swap"])
 def test_a_crash_leaves_the_old_file(path, monkeypatch, moment):
-    old = {"round": 1, "model": torch.ones(3)}
+    old = {"updates": 1, "model": torch.ones(3)}
     save_state(path, old)
 
     def crash(*_, **__):
@@ -264,10 +264,10 @@ def test_a_crash_leaves_the_old_file(path, monkeypatch, moment):
         else:
             patch.setattr(os, "replace", crash)
         with pytest.raises(PolytempoError, match="could not be written: the disk is full; what w"):
-            save_state(path, {"round": 2, "model": torch.zeros(3)})
+            save_state(path, {"updates": 2, "model": torch.zeros(3)})
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     check(load_state(path), old)
-    check(through(path, {"round": 3}), {"round": 3})  # and the next one succeeds
+    check(through(path, {"updates": 3}), {"updates": 3})  # and the next one succeeds
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
@@ -298,7 +298,7 @@ def test_a_corrupt_file_is_an_error_that_names_it(path, content):
 
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.99])
 def test_a_truncated_file_is_an_error(path, kept):
-    save_state(path, {"model": torch.randn(500), "round": 3})
+    save_state(path, {"model": torch.randn(500), "updates": 3})
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content))])
     with pytest.raises(PolytempoError, match="is not a Polytempo checkpoint"):
@@ -306,7 +306,7 @@ def test_a_truncated_file_is_an_error(path, kept):
 
 
 def test_a_single_flipped_bit_is_noticed(path):
-    save_state(path, {"model": torch.randn(500), "round": 3})
+    save_state(path, {"model": torch.randn(500), "updates": 3})
     content = bytearray(path.read_bytes())
     content[-700] ^= 1  # among the numbers, where the format itself sees nothing
     path.write_bytes(content)

@@ -40,7 +40,7 @@ def test_the_python_of_the_tutorial_runs(folder):
     assert blend.accuracy > fedavg.accuracy + 0.2
     assert abs(blend.accuracy - alone.accuracy) < 0.06
     assert pace.accuracy > max(blend.accuracy, alone.accuracy) + 0.05
-    assert fedavg.history[-1]["round"] == 240 and fedavg.history[-1]["version"] == 60
+    assert fedavg.history[-1]["updates"] == 240 and fedavg.history[-1]["version"] == 60
     result = names["result"]
     assert [client["name"] for client in result.clients] == [f"sensor {i}" for i in range(8)]
     assert (folder / "runs" / "blend" / "result.json").exists()
@@ -51,7 +51,7 @@ def test_the_python_of_the_tutorial_runs(folder):
 def test_the_commands_of_the_tutorial_run(folder, monkeypatch, capsys):
     commands = re.findall(r"PYTHONPATH=\. polytempo (.*?)(?: +#.*)?\n", TUTORIAL)
     assert [command.split()[0] for command in commands] == ["compare", "run"]
-    small = ["--clients", "6", "--limit", "120", "--rounds", "12", "--adapt-epochs", "1"]
+    small = ["--clients", "6", "--limit", "120", "--updates", "12", "--adapt-epochs", "1"]
     for command in commands:
         monkeypatch.setattr(sys, "argv", ["polytempo", *command.split(), *small])
         with pytest.raises(SystemExit) as ended:

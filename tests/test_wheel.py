@@ -100,7 +100,7 @@ def test_the_wheel_alone_tells_its_version(unpacked, tmp_path):
 
 
 def test_the_wheel_alone_runs(unpacked, tmp_path):
-    small = ["--clients", "4", "--limit", "80", "--rounds", "8", "--adapt-epochs", "1"]
+    small = ["--clients", "4", "--limit", "80", "--updates", "8", "--adapt-epochs", "1"]
     arguments = ["run", "--strategy", "pace", "--data", "digits", *small, "--workers", "1"]
     polytempo(unpacked, tmp_path, *arguments, "--out", "runs/first")
     result = json.loads((tmp_path / "runs/first/result.json").read_text())

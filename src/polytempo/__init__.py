@@ -2,7 +2,7 @@
 
 import polytempo as pt
 fed = pt.Federation.load("digits", clients=20, partition=pt.partition.Dirichlet(0.1), seed=0)
-result = pt.simulate(fed, model="mlp", strategy=pt.strategies.PACE(), rounds=400)
+result = pt.simulate(fed, model="mlp", strategy=pt.strategies.PACE(), updates=400)
 
 Names are loaded when they are first used, so that importing the package takes no time and a part
 of it (`polytempo.core`) does not load the rest.

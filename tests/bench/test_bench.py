@@ -112,13 +112,13 @@ def test_reading_more_takes_longer_and_beyond_the_most_in_proportion():
 
 
 def test_scale_runs_the_command_in_a_process_of_its_own(monkeypatch):
-    found = measure_scale(20, workers=1, rounds=5)
-    assert found["clients"] == 20 and found["rounds"] == 5
+    found = measure_scale(20, workers=1, updates=5)
+    assert found["clients"] == 20 and found["updates"] == 5
     assert found["parameters"] == 32 * 1440 + 1440 + 1440 * 10 + 10
     assert found["peak_mb"] > 100
     monkeypatch.setattr(scale.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="polytempo run"):
-        measure_scale(20, workers=1, rounds=5)
+        measure_scale(20, workers=1, updates=5)
 
 
 def test_the_command_prints_tables_and_writes_json(monkeypatch, tmp_path):
@@ -126,7 +126,7 @@ def test_the_command_prints_tables_and_writes_json(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "BANKS", ["int8"])
     monkeypatch.setattr(suite, "BOOKS", ((50, 5, 30),))
     monkeypatch.setattr(suite, "CLIENTS", (20,))
-    monkeypatch.setattr(suite, "measure_scale", functools.partial(measure_scale, rounds=3))
+    monkeypatch.setattr(suite, "measure_scale", functools.partial(measure_scale, updates=3))
     file = tmp_path / "bench.json"
     done = CliRunner().invoke(app, ["bench", "server", "scale", "--out", str(file)])
     assert done.exit_code == 0, done.output
@@ -134,9 +134,9 @@ def test_the_command_prints_tables_and_writes_json(monkeypatch, tmp_path):
     found = json.loads(file.read_text())
     assert [row["clients"] for row in found["server"] + found["scale"]] == [10, 20]
     [books] = found["bookkeeping"]
-    assert (books["clients"], books["slots"], books["arrivals"]) == (50, 5, 30)
+    assert (books["clients"], books["concurrency"], books["arrivals"]) == (50, 5, 30)
     assert 0 < books["arrival_us"] <= books["slowest_us"] and books["peak_mb"] >= 0
-    assert "50 clients, 5 slots" in done.output
+    assert "50 clients, 5 concurrency" in done.output
     assert found["training"] == [] and found["machine"]["gemm_gflops"] > 0
 
 

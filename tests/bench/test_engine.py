@@ -67,9 +67,9 @@ def test_a_run_writes_its_log_and_its_checkpoint_and_trains_eight_steps(monkeypa
     measure_engine("fedasync", updates=40, repeats=1)
     assert len(made) == 2  # one to warm up
     assert len(lines) == sum(each.events for each in made) > 2 * 2 * 40
-    assert [state["server"]["round"] for state in saved] == [40, 40]
+    assert [state["server"]["updates"] for state in saved] == [40, 40]
     for each in made:
-        assert [row["round"] for row in each.history] == list(range(41))  # 40 evaluations
+        assert [row["updates"] for row in each.history] == list(range(41))  # 40 evaluations
         for flight in each.flights.values():
             assert flight.job.task.total_steps(each.federation.samples[flight.job.client]) == 8
 
@@ -91,7 +91,7 @@ def test_a_crowd_shares_its_samples_and_a_thousand_of_it_are_tested():
 
 def test_a_crowd_is_measured_in_a_process_of_its_own():
     found = measure_crowd("fedbuff", 2_000, 30, 40)
-    assert (found["clients"], found["slots"], found["updates"]) == (2_000, 30, 40)
+    assert (found["clients"], found["concurrency"], found["updates"]) == (2_000, 30, 40)
     assert found["update_us"] > 0 and found["start_s"] > 0 and found["peak_mb"] >= 0
     assert found["updates_per_s"] == pytest.approx(1e6 / found["update_us"])
 
@@ -102,7 +102,7 @@ def test_the_command_shows_both(monkeypatch, tmp_path):
     file = tmp_path / "bench.json"
     done = CliRunner().invoke(app, ["bench", "engine", "--repeats", "1", "--out", str(file)])
     assert done.exit_code == 0, done.output
-    assert "bookkeeping" in done.output and "1,200 clients, 20 slots" in done.output
+    assert "bookkeeping" in done.output and "1,200 clients, 20 concurrency" in done.output
     found = json.loads(file.read_text())
     assert [row["strategy"] for row in found["engine"]] == ["fedasync", "fedbuff", "pace"]
     assert [row["strategy"] for row in found["crowd"]] == ["fedasync", "fedbuff"]

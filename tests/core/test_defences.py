@@ -86,7 +86,7 @@ def test_the_server_folds_what_the_defence_has_left():
     context = Context(torch.full((4,), 7.0), [5] * 2, Task(), seed=0)
     strategy = STRATEGIES.create("fedasync:alpha=1")
     defence = Norm(times=2.0)
-    server = Server(strategy, context, slots=1, defence=defence)
+    server = Server(strategy, context, concurrency=1, defence=defence)
     [sent] = server.join([0, 1])
     step = torch.tensor([1.0, 0, 0, 0])
     [sent] = server.receive(Update(sent.client, sent.number, sent.params + step, 5))

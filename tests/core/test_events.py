@@ -10,7 +10,7 @@ import pytest
 from polytempo.core import events
 from polytempo.core.events import KINDS, Event, as_dict, to_json
 
-HEAD = ["n", "time", "round", "version"]
+HEAD = ["n", "time", "updates", "version"]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "events.md"
 
 
@@ -60,7 +60,7 @@ def test_what_json_cannot_say_is_null(loss):
 def test_a_line_says_who_before_the_counters():
     line = to_json(events.Upload(31, 2.4, 9, 8, 5, 12, 3, 2))
     assert line == (
-        '{"n": 31, "time": 2.4, "event": "upload", "client": 5, "dispatch": 12, "round": 9, '
+        '{"n": 31, "time": 2.4, "event": "upload", "client": 5, "dispatch": 12, "updates": 9, '
         '"version": 8, "staleness": 3, "versions": 2}'
     )
 

@@ -99,5 +99,5 @@ def test_a_mask_of_the_received_model_tells_nothing():
 def test_an_accountant_that_is_missing_is_missed_before_the_run(small, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PolytempoError, match=r"polytempo\[privacy\]"):
-        simulate(small, model="linear", rounds=1, dp="clip=1,noise=1")
-    simulate(small, model="linear", rounds=1, dp="clip=1,noise=0", adapt_epochs=0)
+        simulate(small, model="linear", updates=1, dp="clip=1,noise=1")
+    simulate(small, model="linear", updates=1, dp="clip=1,noise=0", adapt_epochs=0)

@@ -412,7 +412,7 @@ EVERYTHING = [
     if name not in ("leave", "join", "trace", "uniform")  # these have options without a default
 ] + [
     (DROPOUTS, "leave:at=3"),
-    (DROPOUTS, "join:round=3"),
+    (DROPOUTS, "join:updates=3"),
     (DROPOUTS, "trace:path=a.csv"),
     (NETWORKS, "uniform:low=1,high=2"),
     (DEVICES, "uniform"),

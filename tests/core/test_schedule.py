@@ -11,7 +11,7 @@ from polytempo import Context, PolytempoError, Server, Task, Update
 from polytempo.core.schedule import LEAST, SCHEDULES
 from polytempo.strategies import FedAsync
 
-EVERY = ["constant", "exponential", "steps:at=[3,8]", "cosine:rounds=50"]
+EVERY = ["constant", "exponential", "steps:at=[3,8]", "cosine:updates=50"]
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ EVERY = ["constant", "exponential", "steps:at=[3,8]", "cosine:rounds=50"]
         ("exponential:gamma=0.99,every=10", {0: 1.0, 9: 1.0, 10: 0.99, 29: 0.99**2, 30: 0.99**3}),
         ("steps:at=[3,8],gamma=0.5", {0: 1.0, 2: 1.0, 3: 0.5, 7: 0.5, 8: 0.25, 99: 0.25}),
         ("steps:at=[2]", {1: 1.0, 2: 0.1}),
-        ("cosine:rounds=10,floor=0.2", {0: 1.0, 5: 0.6, 10: 0.2, 11: 0.2, 500: 0.2}),
+        ("cosine:updates=10,floor=0.2", {0: 1.0, 5: 0.6, 10: 0.2, 11: 0.2, 500: 0.2}),
     ],
 )
 def test_factors_worked_out_by_hand(spec, expected):
@@ -45,11 +45,11 @@ def test_a_schedule_is_described_by_its_table(spec):
     ("spec", "message"),
     [
         ("steps", "'at' is required"),
-        ("cosine", "'rounds' is required"),
+        ("cosine", "'updates' is required"),
         ("exponential:gamma=0", "gamma"),
         ("exponential:every=0", "every"),
         ("steps:at=[0]", "at"),
-        ("cosine:rounds=5,floor=0", "floor"),
+        ("cosine:updates=5,floor=0", "floor"),
         ("linear", "no learning-rate schedule is called 'linear'"),
     ],
 )

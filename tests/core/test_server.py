@@ -1,4 +1,4 @@
-"""The server's promises: counters, slots, refill, refusals, multicast, checkpoints."""
+"""The server's promises: counters, concurrency, refill, refusals, multicast, checkpoints."""
 
 from collections import Counter, deque
 from copy import deepcopy
@@ -118,9 +118,9 @@ def test_staleness_counts_the_updates_folded_in_between_own_excluded():
     server.receive(answer(sent[2]))  # 2: clients 0 and 1
     [second] = server.receive(answer(first))  # sent after the first: clients 1 and 2
     server.receive(answer(second))  # back at once
-    assert [stale.rounds for _, _, stale in told] == [0, 1, 2, 2, 0]
+    assert [stale.updates for _, _, stale in told] == [0, 1, 2, 2, 0]
     assert [stale.versions for _, _, stale in told] == [0, 1, 2, 2, 0]
-    assert server.round == server.version == 5
+    assert server.updates == server.version == 5
 
 
 def test_versions_differ_from_rounds_when_only_every_third_update_is_served():
@@ -128,36 +128,36 @@ def test_versions_differ_from_rounds_when_only_every_third_update_is_served():
     mine = sent[0]
     for _ in range(4):  # client 0 comes and goes while client 1 trains
         [mine] = server.receive(answer(mine))
-    assert (server.round, server.version) == (4, 1)
+    assert (server.updates, server.version) == (4, 1)
     [theirs] = server.receive(answer(sent[1]))
     server.receive(answer(theirs))  # the sixth: version 2
-    assert (server.round, server.version) == (6, 2)
-    server.receive(answer(mine))  # sent in round 4, version 1
-    told = [(client, stale.rounds, stale.versions) for client, _, stale in server.strategy.seen]
+    assert (server.updates, server.version) == (6, 2)
+    server.receive(answer(mine))  # sent after 4 updates, version 1
+    told = [(client, stale.updates, stale.versions) for client, _, stale in server.strategy.seen]
     assert told == [(0, 0, 0)] * 4 + [(1, 4, 1), (1, 0, 0), (0, 2, 1)]
 
 
-@pytest.mark.parametrize("slots", [1, 3, 7])
-def test_first_in_first_out_makes_everybody_stale_by_slots_minus_one(slots):
-    server = Server(Probe(), context(7), slots=slots)
+@pytest.mark.parametrize("concurrency", [1, 3, 7])
+def test_first_in_first_out_makes_everybody_stale_by_slots_minus_one(concurrency):
+    server = Server(Probe(), context(7), concurrency=concurrency)
     queue = deque(server.join(range(7)))
     for _ in range(40):
         queue.extend(server.receive(answer(queue.popleft())))
-    rounds = [stale.rounds for _, _, stale in server.strategy.seen]
-    assert rounds[:slots] == list(range(slots))
-    assert rounds[slots:] == [slots - 1] * (40 - slots)
+    updates = [stale.updates for _, _, stale in server.strategy.seen]
+    assert updates[:concurrency] == list(range(concurrency))
+    assert updates[concurrency:] == [concurrency - 1] * (40 - concurrency)
 
 
 def test_in_flight_is_told_most_stale_first_by_what_was_sent_last():
     server, sent = begin(4, refill="same")
     server.strategy.pushes = {2}
-    server.receive(answer(sent[3]))  # client 2 is refreshed in round 1, client 3 answered in it
+    server.receive(answer(sent[3]))  # client 2 is refreshed after update 1, client 3 answered
     server.receive(answer(sent[0]))
     # told before anything is sent: client 0 has just reported and is not among them
-    told = [(flight.client, flight.staleness.rounds) for flight in server.strategy.in_flight]
+    told = [(flight.client, flight.staleness.updates) for flight in server.strategy.in_flight]
     assert told == [(1, 2), (2, 1), (3, 1)]
     now = server.in_flight()
-    assert [(f.client, f.staleness.rounds) for f in now] == [*told, (0, 0)]
+    assert [(f.client, f.staleness.updates) for f in now] == [*told, (0, 0)]
     assert [f.client for f in now] == [1, 2, 3, 0] and len(now) == 4  # as often as one likes
 
 
@@ -229,7 +229,7 @@ def test_the_work_of_an_arrival_does_not_grow_with_the_slots():
             next(iter(in_flight))
 
     looks = []
-    server, sent = begin(120, First(), slots=100)
+    server, sent = begin(120, First(), concurrency=100)
     whole = server._age
     server._age = lambda sent: looks.append(sent) or whole(sent)
     waiting, sizes = deque(sent.values()), set()
@@ -251,22 +251,22 @@ def test_a_hook_that_does_not_say_whether_something_changed_is_named(hook):
         pass
 
     setattr(Silent, hook, lambda self, *given: None)
-    server, sent = begin(3, Silent(), slots=1, refill="cohort")
+    server, sent = begin(3, Silent(), concurrency=1, refill="cohort")
     with pytest.raises(PolytempoError, match=f"{hook} returned None; return True if"):
         server.receive(answer(next(iter(sent.values()))))
 
 
 def test_a_lost_update_changes_neither_round_nor_version():
-    server, _ = begin(4, slots=2)
+    server, _ = begin(4, concurrency=2)
     client = next(iter(server.open))
     server.lost(client)
-    assert (server.round, server.version) == (0, 0)
+    assert (server.updates, server.version) == (0, 0)
     assert len(server.open) == 2
     assert server.strategy.seen == []
 
 
 def test_the_strategy_is_told_what_is_lost_and_who_has_left():
-    server, _ = begin(4, slots=2)
+    server, _ = begin(4, concurrency=2)
     told: list[tuple[str, int]] = []
     server.strategy.lost = lambda client: told.append(("lost", client))
     server.strategy.left = lambda client: told.append(("left", client))
@@ -279,18 +279,18 @@ def test_the_strategy_is_told_what_is_lost_and_who_has_left():
     assert told == [("lost", first), ("left", second), ("left", idle)]
 
 
-# -- slots and refill ------------------------------------------------------------------------------
+# -- concurrency and refill ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slots", [0, -1, 6])
-def test_slots_out_of_range_are_an_error_that_names_them(slots):
-    with pytest.raises(PolytempoError, match=rf"between 1 and .* 5; got {slots}$"):
-        Server(Probe(), context(5), slots=slots)
+@pytest.mark.parametrize("concurrency", [0, -1, 6])
+def test_slots_out_of_range_are_an_error_that_names_them(concurrency):
+    with pytest.raises(PolytempoError, match=rf"between 1 and .* 5; got {concurrency}$"):
+        Server(Probe(), context(5), concurrency=concurrency)
 
 
 def test_slots_default_to_everybody_and_refill_to_the_strategys():
     server, sent = begin(5)
-    assert set(sent) == set(range(5)) and server.slots == 5
+    assert set(sent) == set(range(5)) and server.concurrency == 5
     assert server.refill == "idle"
     assert Server(STRATEGIES.create("fedavg"), context(5)).refill == "cohort"
     assert Server(STRATEGIES.create("fedavg"), context(5), refill="same").refill == "same"
@@ -313,8 +313,8 @@ def test_a_join_that_fails_leaves_no_trace():
 
 
 def test_idle_refill_is_uniform_over_all_clients_not_in_training():
-    clients, slots, refills = 6, 3, 1500
-    server, sent = begin(clients, slots=slots, seed=3)
+    clients, concurrency, refills = 6, 3, 1500
+    server, sent = begin(clients, concurrency=concurrency, seed=3)
     order = rng(0, "test")
     position, again = Counter(), 0
     for _ in range(refills):
@@ -324,19 +324,21 @@ def test_idle_refill_is_uniform_over_all_clients_not_in_training():
         sent[new.client] = new
         position[idle.index(new.client)] += 1  # fails for a client that was in training
         again += new.client == client
-    assert chisquare([position[i] for i in range(clients - slots + 1)]).pvalue > 1e-3
+    assert chisquare([position[i] for i in range(clients - concurrency + 1)]).pvalue > 1e-3
     share = again / refills  # the sender itself is as likely as anybody
     assert abs(share - 1 / 4) < 4 * np.sqrt(1 / 4 * 3 / 4 / refills)
 
 
-@pytest.mark.parametrize(("clients", "slots"), [(40, 30), (3000, 2990), (3000, 3000), (3000, 5)])
-def test_who_is_started_is_drawn_by_name_whatever_happened_before(clients, slots):
+@pytest.mark.parametrize(
+    ("clients", "concurrency"), [(40, 30), (3000, 2990), (3000, 3000), (3000, 5)]
+)
+def test_who_is_started_is_drawn_by_name_whatever_happened_before(clients, concurrency):
     """The seed, the number of the dispatch and who is idle say who: among many, one of a few that
     are tried, or else one of a sorted list."""
-    server, sent = begin(clients, slots=slots, seed=5)
+    server, sent = begin(clients, concurrency=concurrency, seed=5)
     order = rng(0, "test")
     for _ in range(200):
-        client = list(server.open)[int(order.integers(slots))]
+        client = list(server.open)[int(order.integers(concurrency))]
         idle = sorted({*range(clients)} - {*server.open} | {client})
         stream = rng(5, "server", "refill", server.dispatches)
         tried = stream.integers(clients, size=32) if clients > 1000 else ()
@@ -348,10 +350,10 @@ def test_who_is_started_is_drawn_by_name_whatever_happened_before(clients, slots
         assert len(server.idle) == len(idle) - 1
 
 
-@pytest.mark.parametrize("slots", [10, 4900, 4990, 5000])
-def test_a_refill_lists_no_clients(slots, monkeypatch):
+@pytest.mark.parametrize("concurrency", [10, 4900, 4990, 5000])
+def test_a_refill_lists_no_clients(concurrency, monkeypatch):
     """Counted, not timed: of the idle ones, a block is looked at, and no more."""
-    server, sent = begin(5000, slots=slots)
+    server, sent = begin(5000, concurrency=concurrency)
     looked, whole = [], np.flatnonzero
     monkeypatch.setattr(np, "flatnonzero", lambda marks: looked.append(len(marks)) or whole(marks))
     monkeypatch.setattr(ClientSet, "__iter__", None)
@@ -360,16 +362,16 @@ def test_a_refill_lists_no_clients(slots, monkeypatch):
         server.leave(client)
         server.join([client])
     assert all(size <= BLOCK for size in looked)
-    assert bool(looked) == (slots > 10)  # otherwise the first tries succeed
+    assert bool(looked) == (concurrency > 10)  # otherwise the first tries succeed
 
 
 def test_the_first_clients_and_the_cohorts_are_a_uniform_choice():
-    clients, slots, cohorts = 6, 2, 600
-    server, sent = begin(clients, slots=slots, refill="cohort", seed=1)
+    clients, concurrency, cohorts = 6, 2, 600
+    server, sent = begin(clients, concurrency=concurrency, refill="cohort", seed=1)
     picked = Counter(list(sent))
     first = Counter()
     for seed in range(cohorts):
-        first.update(list(begin(clients, slots=slots, seed=seed)[1]))
+        first.update(list(begin(clients, concurrency=concurrency, seed=seed)[1]))
         for client in list(server.open):
             actions = server.receive(answer(sent[client]))
         sent = {new.client: new for new in actions}
@@ -377,11 +379,13 @@ def test_the_first_clients_and_the_cohorts_are_a_uniform_choice():
     # membership is drawn without replacement, so the statistic is (n - 1) / (n - k) too small
     for counts in (picked, first):
         found = chisquare([counts[client] for client in range(clients)]).statistic
-        assert found * (clients - 1) / (clients - slots) < 20.5  # 5 degrees of freedom, p = 0.001
+        assert (
+            found * (clients - 1) / (clients - concurrency) < 20.5
+        )  # 5 degrees of freedom, p = 0.001
 
 
 def test_same_refill_answers_the_sender_at_once_with_its_reply():
-    server, sent = begin(5, slots=2, refill="same")
+    server, sent = begin(5, concurrency=2, refill="same")
     started = set(sent)
     assert len(started) == 2
     for client in sorted(started) * 3:
@@ -393,7 +397,7 @@ def test_same_refill_answers_the_sender_at_once_with_its_reply():
 
 
 def test_same_refill_gives_the_slot_of_a_client_that_left_to_another():
-    server, sent = begin(5, slots=2, refill="same")
+    server, sent = begin(5, concurrency=2, refill="same")
     gone, other = sent
     [new] = server.leave(gone)
     assert new.client not in (gone, other)
@@ -410,7 +414,7 @@ def test_idle_refill_hands_out_the_served_model_not_the_reply():
 
 
 def test_cohort_starts_nobody_until_all_are_in():
-    server, sent = begin(6, slots=3, refill="cohort")
+    server, sent = begin(6, concurrency=3, refill="cohort")
     cohort = list(sent)
     assert len(cohort) == 3
     assert server.receive(answer(sent[cohort[0]])) == []
@@ -424,22 +428,22 @@ def test_cohort_starts_nobody_until_all_are_in():
 
 
 def test_updates_of_one_cohort_have_no_stale_versions():
-    server, sent = begin(4, STRATEGIES.create("fedavg"), slots=4)
+    server, sent = begin(4, STRATEGIES.create("fedavg"), concurrency=4)
     for client in range(4):
         assert server.staleness(client, sent[client].number) == Staleness(client, 0)
         server.receive(answer(sent[client], float(client)))
-    assert (server.round, server.version) == (4, 1)
+    assert (server.updates, server.version) == (4, 1)
     # mean of 0, 1, 2, 3, each of 10 samples
     assert torch.equal(server.strategy.model_for(0), torch.full((SIZE,), 1.5))
 
 
 def test_a_cohort_that_is_lost_entirely_is_closed_once_and_followed_by_another():
-    server, sent = begin(5, slots=2, refill="cohort")
+    server, sent = begin(5, concurrency=2, refill="cohort")
     first, second = sent
     assert server.lost(first) == []
     actions = server.lost(second)
     assert server.strategy.cohorts == [[]]
-    assert len(actions) == 2 and (server.round, server.version) == (0, 0)
+    assert len(actions) == 2 and (server.updates, server.version) == (0, 0)
 
 
 def test_a_cohort_that_leaves_is_closed_once_and_waits_for_somebody_to_join():
@@ -454,7 +458,7 @@ def test_a_cohort_that_leaves_is_closed_once_and_waits_for_somebody_to_join():
 
 
 def test_a_client_that_is_away_is_not_started_until_it_joins_again():
-    server, sent = begin(3, slots=1)
+    server, sent = begin(3, concurrency=1)
     [busy] = sent
     away, other = sorted({0, 1, 2} - {busy})
     server.away(away)
@@ -474,7 +478,7 @@ def test_a_client_that_is_away_is_not_started_until_it_joins_again():
 
 @pytest.mark.parametrize("refill", ["idle", "same"])
 def test_a_newcomer_needs_no_slot_and_the_number_in_training_falls_back(refill):
-    server = Server(Probe(), context(8), slots=2, refill=refill)
+    server = Server(Probe(), context(8), concurrency=2, refill=refill)
     [first, second] = server.join(range(5))
     [third] = server.receive(answer(first))
     sent = server.join([5, 6])  # never seen before
@@ -486,7 +490,7 @@ def test_a_newcomer_needs_no_slot_and_the_number_in_training_falls_back(refill):
 
 
 def test_a_client_that_is_late_for_the_start_or_comes_back_waits_for_a_slot():
-    server = Server(Probe(), context(4), slots=1)
+    server = Server(Probe(), context(4), concurrency=1)
     [sent] = server.join([0, 1])
     assert server.join([2]) == []  # nothing is folded yet: it is one of those who begin
     server.receive(answer(sent))
@@ -505,10 +509,10 @@ def test_a_newcomer_takes_part_from_the_next_cohort_on():
 
 
 def test_whom_the_server_knows_is_saved():
-    server, sent = begin(3, slots=1)
+    server, sent = begin(3, concurrency=1)
     away = min({0, 1, 2} - set(sent))
     server.leave(away)
-    again = Server(Probe(), context(3), slots=1)
+    again = Server(Probe(), context(3), concurrency=1)
     again.load_state_dict(deepcopy(server.state_dict()))
     [flight] = sent.values()
     for one in (server, again):
@@ -521,12 +525,12 @@ def test_what_a_client_trained_before_it_went_away_still_counts():
     server, sent = begin(2, refill="same")
     server.away(0)
     assert server.receive(answer(sent[0])) == []  # folded, and not started again
-    assert server.round == 1 and set(server.open) == {1}
+    assert server.updates == 1 and set(server.open) == {1}
 
 
 def test_same_seed_same_choices_another_seed_others():
     def choices(seed: int) -> list[int]:
-        server, sent = begin(8, slots=3, seed=seed)
+        server, sent = begin(8, concurrency=3, seed=seed)
         found = list(sent)
         for _ in range(20):
             [new] = server.receive(answer(sent[min(server.open)]))
@@ -617,7 +621,7 @@ def test_a_refused_update_is_named_and_leaves_no_trace(wrong, strategy):
     assert same(server.state_dict(), before)
     # the good one is still accepted, and has the effect that it would have had
     assert same_actions(server.receive(answer(sent, 5.0)), twin.receive(answer(sent, 5.0)))
-    assert server.round == 3
+    assert server.updates == 3
     assert same(server.state_dict(), twin.state_dict())
 
 
@@ -662,14 +666,14 @@ def test_an_update_that_comes_after_it_was_given_up_is_refused():
     with pytest.raises(Refused, match="is not open: this update came twice"):
         server.receive(answer(sent[1]))
     server.receive(answer(again))
-    assert server.round == 1
+    assert server.updates == 1
 
 
 # -- multicast and urgent requests -----------------------------------------------------------------
 
 
 def crossing() -> tuple[Server, Dispatch, Dispatch]:
-    """Client 2 was sent a model in round 0 and a multicast in round 1; the round is now 2."""
+    """Client 2 was sent a model first and a multicast after update 1; there are 2 now."""
     server, sent = begin(3, refill="same")
     server.strategy.pushes = {2}
     multicast, reply = server.receive(answer(sent[0]))
@@ -681,12 +685,12 @@ def crossing() -> tuple[Server, Dispatch, Dispatch]:
     return server, sent[2], multicast
 
 
-@pytest.mark.parametrize(("which", "rounds"), [("older", 2), ("newer", 1)])
-def test_staleness_counts_from_the_dispatch_that_is_answered_and_both_are_closed(which, rounds):
+@pytest.mark.parametrize(("which", "updates"), [("older", 2), ("newer", 1)])
+def test_staleness_counts_from_the_dispatch_that_is_answered_and_both_are_closed(which, updates):
     server, older, newer = crossing()
     answered, left = (older, newer) if which == "older" else (newer, older)
     [reply] = server.receive(answer(answered))
-    assert server.strategy.seen[-1] == (2, answered.number, Staleness(rounds, rounds))
+    assert server.strategy.seen[-1] == (2, answered.number, Staleness(updates, updates))
     for closed in (left, answered):
         with pytest.raises(Refused, match=f"dispatch {closed.number}, which is not open"):
             server.receive(answer(closed))
@@ -695,7 +699,7 @@ def test_staleness_counts_from_the_dispatch_that_is_answered_and_both_are_closed
 
 
 def test_a_multicast_takes_no_slot_and_no_second_client():
-    server, sent = begin(4, slots=2)
+    server, sent = begin(4, concurrency=2)
     reporting, training = sent
     server.strategy.pushes = {training, reporting}  # one of them has just reported
     multicast, new = server.receive(answer(sent[reporting]))
@@ -743,12 +747,12 @@ def traffic(server: Server, open_: dict[int, Dispatch], steps: range) -> list:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("probe", {"refill": "idle", "slots": 3}),
-        ("fedasync", {"refill": "idle", "slots": 3}),
+        ("probe", {"refill": "idle", "concurrency": 3}),
+        ("fedasync", {"refill": "idle", "concurrency": 3}),
         ("fedbuff:buffer_size=4", {"refill": "same"}),
-        ("fedavg", {"slots": 3}),
-        ("pfedgraph", {"slots": 3}),
-        ("pace:omega=3", {"slots": 4}),
+        ("fedavg", {"concurrency": 3}),
+        ("pfedgraph", {"concurrency": 3}),
+        ("pace:omega=3", {"concurrency": 4}),
         ("pace:omega=3,reply=fresh", {"refill": "same"}),
         ("standalone", {}),
     ],
@@ -786,15 +790,15 @@ class Whatever(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
     )
     def open_shop(self, clients, less, refill, every, seed):
-        self.clients, self.slots = clients, max(1, clients - less)
+        self.clients, self.concurrency = clients, max(1, clients - less)
         self.server = Server(
-            Probe(every=every), context(clients, seed), slots=self.slots, refill=refill
+            Probe(every=every), context(clients, seed), concurrency=self.concurrency, refill=refill
         )
-        self.sent: list[tuple[Dispatch, int, int]] = []  # with round and version when it was sent
+        self.sent: list[tuple[Dispatch, int, int]] = []  # with updates and version when it was sent
         self.training: dict[int, list[int]] = {}
         self.present: set[int] = set()
         self.known: set[int] = set()
-        self.round = self.version = self.since_close = self.closes = 0
+        self.updates = self.version = self.since_close = self.closes = 0
 
     def pick(self, number: int) -> int:
         return sorted(self.training)[number % len(self.training)]
@@ -816,9 +820,9 @@ class Whatever(RuleBasedStateMachine):
                 assert action.client in self.present
                 assert not (self.server.refill == "cohort" and were_training)
             self.training.setdefault(action.client, []).append(action.number)
-            self.sent.append((action, self.round, self.version))
+            self.sent.append((action, self.updates, self.version))
             if not action.preempt and action.client not in new:
-                assert len(self.training) <= self.slots
+                assert len(self.training) <= self.concurrency
         assert new <= set(self.training)
 
     @rule(client=st.integers(0, 5))
@@ -830,7 +834,7 @@ class Whatever(RuleBasedStateMachine):
         self.join_all(set(range(self.clients)))
 
     def join_all(self, clients: set[int]) -> None:
-        late = self.round > 0 and self.server.refill != "cohort"
+        late = self.updates > 0 and self.server.refill != "cohort"
         new = frozenset(clients - self.known) if late else frozenset()
         self.present |= clients
         self.known |= clients
@@ -842,18 +846,18 @@ class Whatever(RuleBasedStateMachine):
         client = self.pick(which)
         number = self.training[client][-1 - back % len(self.training[client])]
         sent, at_round, at_version = self.sent[number]
-        expected = Staleness(self.round - at_round, self.version - at_version)
+        expected = Staleness(self.updates - at_round, self.version - at_version)
         self.server.strategy.pushes = push
         actions = self.server.receive(answer(sent))
         assert self.server.strategy.seen[-1] == (client, number, expected)
         del self.training[client]
-        self.round += 1
+        self.updates += 1
         self.since_close += 1
-        self.version += self.round % self.server.strategy.every == 0
+        self.version += self.updates % self.server.strategy.every == 0
         self.closes_cohort()
         pushed = {action.client for action in actions if action.preempt}
         assert pushed == push & set(self.training)
-        if len(self.training) >= self.slots:  # of newcomers
+        if len(self.training) >= self.concurrency:  # of newcomers
             assert not [a for a in actions if not a.preempt]
         elif self.server.refill == "same" and client in self.present:
             assert [a.client for a in actions if not a.preempt] == [client]
@@ -903,7 +907,7 @@ class Whatever(RuleBasedStateMachine):
         for sent in self.server.open.values():
             for number, at_round, at_version, *_ in sent:
                 assert self.sent[number][1:] == (at_round, at_version)
-        assert (self.server.round, self.server.version) == (self.round, self.version)
+        assert (self.server.updates, self.server.version) == (self.updates, self.version)
         assert len(self.server.strategy.cohorts) == self.closes
         assert set(self.server.members) == self.present
 
@@ -911,9 +915,9 @@ class Whatever(RuleBasedStateMachine):
     def those_in_training_are_in_order(self):
         if not hasattr(self, "server"):
             return
-        found = [(-f.staleness.rounds, f.client) for f in self.server.in_flight()]
+        found = [(-f.staleness.updates, f.client) for f in self.server.in_flight()]
         since = {client: self.sent[numbers[-1]][1] for client, numbers in self.training.items()}
-        assert sorted(found) == sorted((at - self.round, client) for client, at in since.items())
+        assert sorted(found) == sorted((at - self.updates, client) for client, at in since.items())
         settled = [(stale, client) for stale, client in found if stale]
         assert settled == sorted(settled) == found[: len(settled)]
 
@@ -924,7 +928,7 @@ class Whatever(RuleBasedStateMachine):
         waiting = self.present - set(self.training)
         if waiting:
             busy = self.training if self.server.refill == "cohort" else None
-            assert busy or len(self.training) >= self.slots
+            assert busy or len(self.training) >= self.concurrency
 
 
 Whatever.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

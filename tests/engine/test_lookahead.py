@@ -35,7 +35,7 @@ from polytempo.training import AutogradSolver, Exam, Executor, Job, Score, make_
 from solving import HAS_COMPILER, needs_compiler
 
 TASK = Task(epochs=1, batch_size=3, lr=0.05)
-ROUNDS = 14
+UPDATES = 14
 SLOW = Links(low=8e-6 * 2000, high=8e-6 * 4000)  # a model takes some tenths of a second
 forking = pytest.mark.skipif("fork" not in mp.get_all_start_methods(), reason="needs fork")
 
@@ -47,15 +47,15 @@ def module() -> nn.Module:
 
 
 class Restless(FedAsync):
-    """Refreshes clients that are two rounds behind, and hurries those that are three behind."""
+    """Refreshes clients that are two updates behind, and hurries those that are three behind."""
 
     state: ClassVar = ("model",)
 
     def refresh(self, in_flight):
-        return [f.client for f in in_flight if f.staleness.rounds == 2 and f.client % 2]
+        return [f.client for f in in_flight if f.staleness.updates == 2 and f.client % 2]
 
     def urgent(self, in_flight):
-        return [f.client for f in in_flight if f.staleness.rounds == 3]
+        return [f.client for f in in_flight if f.staleness.updates == 3]
 
 
 class World(NamedTuple):
@@ -67,39 +67,39 @@ class World(NamedTuple):
 SPEEDS = TwoSpeed(factor=9.0)
 WORLDS = {
     "pace": World(lambda: PACE(omega=15), {"restart"}, {"devices": SPEEDS}),
-    "pace, all refreshed": World(lambda: PACE(omega=2), {"restart"}, {"slots": 6}),
+    "pace, all refreshed": World(lambda: PACE(omega=2), {"restart"}, {"concurrency": 6}),
     "pace, slow network": World(
         lambda: PACE(omega=2),
         {"restart", "missed"},
-        {"devices": SPEEDS, "network": SLOW, "slots": 4},
+        {"devices": SPEEDS, "network": SLOW, "concurrency": 4},
     ),
     "pace, losses": World(
         lambda: PACE(omega=8),
         {"restart", "drop"},
-        {"devices": Exponential(beta=3.0), "dropout": Drop(probability=0.3), "slots": 5},
+        {"devices": Exponential(beta=3.0), "dropout": Drop(probability=0.3), "concurrency": 5},
     ),
     "pace, some leave": World(
         lambda: PACE(omega=4),
         {"restart", "drop", "leave"},
-        {"devices": SPEEDS, "dropout": Leave(at=0.04, share=0.5), "slots": 6},
+        {"devices": SPEEDS, "dropout": Leave(at=0.04, share=0.5), "concurrency": 6},
     ),
-    "fedavg": World(FedAvg, set(), {"slots": 3, "dropout": Delay(probability=0.3)}),
-    "fedavg, losses": World(FedAvg, {"drop"}, {"slots": 4, "dropout": Drop(probability=0.3)}),
+    "fedavg": World(FedAvg, set(), {"concurrency": 3, "dropout": Delay(probability=0.3)}),
+    "fedavg, losses": World(FedAvg, {"drop"}, {"concurrency": 4, "dropout": Drop(probability=0.3)}),
     "fedbuff": World(
-        lambda: FedBuff(buffer_size=3), set(), {"devices": Exponential(beta=3.0), "slots": 5}
+        lambda: FedBuff(buffer_size=3), set(), {"devices": Exponential(beta=3.0), "concurrency": 5}
     ),
-    "fedasync": World(FedAsync, set(), {"devices": SPEEDS, "network": SLOW, "slots": 5}),
+    "fedasync": World(FedAsync, set(), {"devices": SPEEDS, "network": SLOW, "concurrency": 5}),
     "standalone": World(Standalone, set(), {"devices": Exponential(beta=3.0)}),
     "with masks": World(
-        lambda: CASAPlus(s_0=1.0, founders=0.5), set(), {"devices": SPEEDS, "slots": 6}
+        lambda: CASAPlus(s_0=1.0, founders=0.5), set(), {"devices": SPEEDS, "concurrency": 6}
     ),
     "with a basis": World(
-        lambda: FedSaCPACE(omega=15), {"restart"}, {"devices": SPEEDS, "slots": 5}
+        lambda: FedSaCPACE(omega=15), {"restart"}, {"devices": SPEEDS, "concurrency": 5}
     ),
     "restless": World(
         Restless,
         {"restart", "urgent"},
-        {"devices": SPEEDS, "slots": 6, "task": Task(epochs=4, batch_size=8, lr=0.05)},
+        {"devices": SPEEDS, "concurrency": 6, "task": Task(epochs=4, batch_size=8, lr=0.05)},
     ),
 }
 
@@ -125,11 +125,11 @@ def backend_of(fed: Federation, solver: str, workers: int = 0) -> Executor:
     return make_executor(module(), fed, 0, solver=solver, **where)
 
 
-def whole_run(fed: Federation, world: World, backend: Executor, rounds: int = ROUNDS) -> Run:
+def whole_run(fed: Federation, world: World, backend: Executor, updates: int = UPDATES) -> Run:
     simulation, log, before = simulator(fed, world, backend), [], backend.wasted
     simulation.observers.append(lambda event: log.append(as_dict(event)))
-    assert simulation.run(rounds)
-    assert simulation.server.round == rounds
+    assert simulation.run(updates)
+    assert simulation.server.updates == updates
     assert world.happens <= {event["event"] for event in log}
     wasted = backend.wasted - before
     give_up(simulation)
@@ -227,7 +227,7 @@ def run_in_pieces(
         simulation.observers.append(lambda event: log.append(as_dict(event)))
         if piece:
             simulation.load_state_dict(load_state(path))
-        ended = simulation.run(ROUNDS, stop=after(8 + piece % 2))
+        ended = simulation.run(UPDATES, stop=after(8 + piece % 2))
         give_up(simulation)
         if ended:
             assert piece >= 2
@@ -267,7 +267,7 @@ def test_the_same_simulation_can_be_run_on_and_on(small):
     simulation, log = simulator(small, WORLDS["pace"], backend_of(small, "torch", 2)), []
     simulation.observers.append(lambda event: log.append(as_dict(event)))
     others, times = len(mp.active_children()), 0
-    while not simulation.run(ROUNDS, stop=after(12)):
+    while not simulation.run(UPDATES, stop=after(12)):
         assert len(mp.active_children()) == others
         times += 1
     assert times > 1
@@ -455,7 +455,7 @@ def test_a_single_model_is_evaluated_once_a_version(small):
     "name", [name for name in STRATEGIES if STRATEGIES[name].engine == "server"]
 )
 def test_scores_that_are_remembered_are_those_of_the_models_as_they_are(small, name):
-    world = World(lambda: STRATEGIES.create(name), set(), {"devices": SPEEDS, "slots": 4})
+    world = World(lambda: STRATEGIES.create(name), set(), {"devices": SPEEDS, "concurrency": 4})
     simulation = simulator(
         small, world, backend_of(small, "torch"), adapt_epochs=0, eval_every=1, task=TASK
     )

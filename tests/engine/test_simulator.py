@@ -68,7 +68,7 @@ def of_kind(log, *kinds):
 
 
 class Scripted(FedAsync):
-    """Sends a multicast or an urgent request to chosen clients after chosen rounds."""
+    """Sends a multicast or an urgent request to chosen clients after chosen updates."""
 
     multicast_after: ClassVar[dict[int, list[int]]] = {}
     stop_after: ClassVar[dict[int, list[int]]] = {}
@@ -124,7 +124,7 @@ def test_arrivals_come_when_their_training_ends(small):
 
 
 def test_equal_times_are_taken_in_the_order_of_dispatch(small):
-    simulator, log = make(small, FedAsync(), devices=fixed(*[2.0] * 8), slots=8)
+    simulator, log = make(small, FedAsync(), devices=fixed(*[2.0] * 8), concurrency=8)
     simulator.run(8)
     sent = [event["client"] for event in of_kind(log, "dispatch")][:8]
     assert [event["client"] for event in of_kind(log, "upload")] == sent
@@ -147,7 +147,9 @@ def test_latency_is_proportional_to_samples_epochs_and_device_factor(small):
 def test_messages_take_bytes_over_bandwidth_each_way(small):
     bytes_each = 4 * (12 * 4 + 4)
     network = Links(low=8e-6 * 100, high=8e-6 * 100)  # 100 bytes a second
-    simulator, log = make(small, FedAvg(), devices=fixed(*[1.0] * 8), network=network, slots=2)
+    simulator, log = make(
+        small, FedAvg(), devices=fixed(*[1.0] * 8), network=network, concurrency=2
+    )
     simulator.run(2)
     for event in of_kind(log, "upload"):
         assert event["time"] == pytest.approx(1 + 2 * bytes_each / 100)
@@ -155,7 +157,7 @@ def test_messages_take_bytes_over_bandwidth_each_way(small):
 
 def test_a_synchronous_round_lasts_as_long_as_its_slowest_client(small):
     durations = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    simulator, log = make(small, FedAvg(), devices=fixed(*durations), slots=3)
+    simulator, log = make(small, FedAvg(), devices=fixed(*durations), concurrency=3)
     simulator.run(9)
     start, version = 0.0, 0
     uploads = of_kind(log, "upload")
@@ -168,7 +170,7 @@ def test_a_synchronous_round_lasts_as_long_as_its_slowest_client(small):
 
 
 def test_mean_staleness_is_slots_minus_one(small):
-    simulator, _ = make(small, FedAsync(), devices=Equal(), slots=5)
+    simulator, _ = make(small, FedAsync(), devices=Equal(), concurrency=5)
     simulator.run(400)
     total = sum(k * v for k, v in simulator.staleness.items())
     assert total / 400 == pytest.approx(4, abs=0.1)
@@ -209,7 +211,7 @@ def test_multicast_swaps_the_model_in_and_keeps_the_steps_left(small):
     recorder = Recorder(small)
     strategy = scripted(multicast={1: [1]})
     durations = fixed(3, 10, 50, 50, 50, 50, 50, 50)
-    simulator, log = make(small, strategy, devices=durations, slots=8, backend=recorder)
+    simulator, log = make(small, strategy, devices=durations, concurrency=8, backend=recorder)
     fresh = {}
     simulator.observers.append(
         lambda e: (
@@ -227,7 +229,7 @@ def test_multicast_swaps_the_model_in_and_keeps_the_steps_left(small):
     [upload] = [e for e in of_kind(log, "upload") if e["client"] == 1]
     assert upload["time"] == 10  # the schedule is unchanged
     assert upload["dispatch"] == sent["dispatch"]
-    assert upload["staleness"] == upload["round"] - 1 - sent["round"]
+    assert upload["staleness"] == upload["updates"] - 1 - sent["updates"]
     [job] = [job for job in recorder.jobs if job.client == 1]
     assert job.first_step == restart["step"]
     assert torch.equal(job.params, fresh["model"])
@@ -238,7 +240,7 @@ def test_a_multicast_too_late_is_missed_and_the_older_dispatch_answered(small):
     network = Links(low=8e-6 * 100, high=8e-6 * 100)
     strategy = scripted(multicast={1: [1]})
     durations = fixed(3, 5, 50, 50, 50, 50, 50, 50)
-    simulator, log = make(small, strategy, devices=durations, slots=8, network=network)
+    simulator, log = make(small, strategy, devices=durations, concurrency=8, network=network)
     simulator.run(3)
     [sent] = of_kind(log, "multicast")
     [upload] = [e for e in of_kind(log, "upload") if e["client"] == 1]
@@ -253,7 +255,9 @@ def test_an_urgent_request_ends_training_at_the_next_epoch(small):
     task = replace(TASK, epochs=5)
     strategy = scripted(stop={1: [1]})
     durations = fixed(3, 10, 50, 50, 50, 50, 50, 50)
-    simulator, log = make(small, strategy, devices=durations, slots=8, backend=recorder, task=task)
+    simulator, log = make(
+        small, strategy, devices=durations, concurrency=8, backend=recorder, task=task
+    )
     simulator.run(3)
     [upload] = [e for e in of_kind(log, "upload") if e["client"] == 1]
     assert upload["time"] == pytest.approx(4.0)  # 2 of 5 epochs
@@ -265,7 +269,7 @@ def test_an_urgent_request_ends_training_at_the_next_epoch(small):
 def test_an_urgent_request_in_the_last_epoch_changes_nothing(small):
     strategy = scripted(stop={1: [1]})
     durations = fixed(9, 10, 50, 50, 50, 50, 50, 50)
-    simulator, log = make(small, strategy, devices=durations, slots=8)
+    simulator, log = make(small, strategy, devices=durations, concurrency=8)
     simulator.run(2)
     assert [e["time"] for e in of_kind(log, "upload")] == [9, 10]
 
@@ -274,13 +278,13 @@ def test_an_urgent_request_in_the_last_epoch_changes_nothing(small):
 
 
 def test_a_lost_update_frees_its_slot_and_is_never_folded(small):
-    simulator, log = make(small, FedAsync(), dropout=Drop(probability=0.4), slots=3)
+    simulator, log = make(small, FedAsync(), dropout=Drop(probability=0.4), concurrency=3)
     simulator.run(60)
     drops = of_kind(log, "drop")
     assert 20 <= len(drops) <= 70
     lost = {event["dispatch"] for event in drops}
     assert not lost & {event["dispatch"] for event in of_kind(log, "upload")}
-    assert simulator.server.round == 60
+    assert simulator.server.updates == 60
 
 
 @pytest.mark.parametrize("dropout", [NoDropout(), Leave(share=0.2, at=1.0), Drop(), Delay()])
@@ -293,17 +297,17 @@ def test_a_fate_is_drawn_by_name_and_only_where_there_is_one(small, dropout, mon
         return rng(seed, *name)
 
     monkeypatch.setattr("polytempo.simulation.engine.rng", noted)
-    simulator, log = make(small, FedAsync(), dropout=dropout, slots=3)
+    simulator, log = make(small, FedAsync(), dropout=dropout, concurrency=3)
     simulator.run(10)
     sent = [("fate", e["client"], "dispatch", e["dispatch"]) for e in of_kind(log, "dispatch")]
     assert names == (sent if isinstance(dropout, Drop | Delay) else [])
 
 
 def test_synchronous_rounds_survive_losses(small):
-    simulator, log = make(small, FedAvg(), dropout=Drop(probability=0.5), slots=4)
+    simulator, log = make(small, FedAvg(), dropout=Drop(probability=0.5), concurrency=4)
     simulator.run(40)
     assert of_kind(log, "drop")
-    assert simulator.server.round == 40
+    assert simulator.server.updates == 40
 
 
 def test_delays_lengthen_training(small):
@@ -319,7 +323,7 @@ def test_delays_lengthen_training(small):
 
 
 def test_who_leaves_for_good_never_comes_back(small):
-    simulator, log = make(small, FedAsync(), dropout=Leave(at=0.5, share=0.5), slots=6)
+    simulator, log = make(small, FedAsync(), dropout=Leave(at=0.5, share=0.5), concurrency=6)
     simulator.run(80)
     gone = {event["client"] for event in of_kind(log, "leave")}
     assert len(gone) == 4
@@ -331,7 +335,7 @@ def test_who_leaves_for_good_never_comes_back(small):
 
 @pytest.mark.parametrize("strategy", [FedAsync(), FedBuff(buffer_size=3), FedAvg()])
 def test_who_leaves_with_a_version_of_the_model_is_gone_from_then_on(small, strategy):
-    simulator, log = make(small, strategy, dropout=Leave(version=5, share=0.5), slots=6)
+    simulator, log = make(small, strategy, dropout=Leave(version=5, share=0.5), concurrency=6)
     simulator.run(80)
     left = of_kind(log, "leave")
     gone = {event["client"] for event in left}
@@ -347,7 +351,7 @@ def test_who_leaves_with_a_version_of_the_model_is_gone_from_then_on(small, stra
 
 def test_who_leaves_with_a_version_does_so_after_a_checkpoint_too(small):
     def world():
-        return make(small, FedAsync(), dropout=Leave(version=10, share=0.5), slots=6)[0]
+        return make(small, FedAsync(), dropout=Leave(version=10, share=0.5), concurrency=6)[0]
 
     whole, first, second = world(), world(), world()
     whole.run(40)
@@ -362,15 +366,15 @@ def test_who_leaves_with_a_version_does_so_after_a_checkpoint_too(small):
 
 
 def test_a_run_can_end_with_a_version_of_the_model(small):
-    simulator, _ = make(small, FedBuff(buffer_size=3), slots=6)
+    simulator, _ = make(small, FedBuff(buffer_size=3), concurrency=6)
     assert simulator.run(10_000, versions=4) is True
-    assert (simulator.server.version, simulator.server.round) == (4, 12)
+    assert (simulator.server.version, simulator.server.updates) == (4, 12)
 
 
 def test_a_run_without_anybody_left_ends_early(small):
     simulator, _ = make(small, FedAsync(), dropout=Leave(at=0.2, share=1.0))
     assert simulator.run(10_000) is True
-    assert simulator.server.round < 100
+    assert simulator.server.updates < 100
 
 
 def test_an_upload_waits_until_its_client_is_back(small, tmp_path):
@@ -388,7 +392,7 @@ def test_a_trace_of_clients_that_are_never_there_loses_their_updates(small, tmp_
     path = tmp_path / "trace.csv"
     path.write_text("client,time,available\n0,1,0\n1,0,0\n")
     simulator, log = make(
-        small, FedAvg(), devices=fixed(*[3.0] * 8), dropout=Trace(path=str(path)), slots=8
+        small, FedAvg(), devices=fixed(*[3.0] * 8), dropout=Trace(path=str(path)), concurrency=8
     )
     simulator.run(12)
     assert [e["client"] for e in of_kind(log, "drop")] == [0]
@@ -411,7 +415,7 @@ def test_evaluation_leaves_no_trace_in_the_run(small):
     for client in range(8):
         assert torch.equal(often.strategy.model_for(client), seldom.strategy.model_for(client))
     assert all(row["accuracy_adapted"] is not None for row in often.history[1:])
-    assert [row["round"] for row in seldom.history] == [0, 40]
+    assert [row["updates"] for row in seldom.history] == [0, 40]
 
 
 @pytest.mark.parametrize("strategy", [FedAsync(), PACE()])
@@ -428,7 +432,7 @@ def test_who_has_no_test_samples_is_neither_evaluated_nor_adapted(strategy):
         return Executor.evaluate(backend, exams)
 
     backend.evaluate = evaluate
-    simulator, _ = make(fed, strategy, slots=3, eval_every=4, adapt_epochs=1, backend=backend)
+    simulator, _ = make(fed, strategy, concurrency=3, eval_every=4, adapt_epochs=1, backend=backend)
     simulator.run(12)
     assert set(examined) == {0, 2, 4} == set(fed.tested)
     assert {job.client for job in backend.jobs if job.stream[0] == "adapt"} == {0, 2, 4}
@@ -447,10 +451,10 @@ def test_until_ends_the_run_at_a_simulated_time(small):
 
 
 def test_standalone_sends_no_messages_and_pace_counts_its_multicasts(small):
-    simulator, _ = make(small, Standalone(), slots=2)
+    simulator, _ = make(small, Standalone(), concurrency=2)
     simulator.run(20)
     assert set(simulator.messages.values()) == {0}
-    assert simulator.server.slots == 8
+    assert simulator.server.concurrency == 8
     pace, log = make(small, PACE(omega=15), devices=TwoSpeed(factor=9.0))
     pace.run(60)
     assert pace.messages["multicast"] == len(of_kind(log, "multicast")) > 0
@@ -487,7 +491,9 @@ def test_an_anchor_takes_as_long_to_download_as_a_model(small):
     bytes_each = 4 * (12 * 4 + 4)
     network = Links(low=8e-6 * 100, high=8e-6 * 100)  # 100 bytes a second
     strategy = STRATEGIES.create("fedamp")
-    simulator, log = make(small, strategy, devices=fixed(*[1.0] * 8), network=network, slots=8)
+    simulator, log = make(
+        small, strategy, devices=fixed(*[1.0] * 8), network=network, concurrency=8
+    )
     simulator.run(16)
     times = sorted({event["time"] for event in of_kind(log, "upload")})
     first = 1 + 2 * bytes_each / 100
@@ -505,7 +511,7 @@ def test_a_multicast_brings_its_own_anchor(small):
     recorder = Recorder(small)
     kind = type("Script", (Anchored,), {"multicast_after": {1: [1]}})
     devices = fixed(3, 20, 100, 100, 100, 100, 100, 100)
-    simulator, log = make(small, kind(rho=0.5), devices=devices, slots=8, backend=recorder)
+    simulator, log = make(small, kind(rho=0.5), devices=devices, concurrency=8, backend=recorder)
     simulator.run(7)  # client 0 six times, then client 1
     assert [event["client"] for event in of_kind(log, "restart")] == [1]
     [job] = [job for job in recorder.jobs if job.client == 1]
@@ -519,7 +525,7 @@ def test_a_multicast_brings_the_learning_rate_of_its_own_dispatch(small):
     kind = type("Script", (Scripted,), {"multicast_after": {1: [1]}, "seen": 0})
     schedule = SCHEDULES.create("exponential:gamma=0.5,every=1")
     devices = fixed(3, 20, 100, 100, 100, 100, 100, 100)
-    given = {"slots": 8, "backend": recorder, "schedule": schedule}
+    given = {"concurrency": 8, "backend": recorder, "schedule": schedule}
     simulator, _ = make(small, kind(rho=0.5), devices=devices, **given)
     simulator.run(7)  # client 0 six times, then client 1
     assert [job.client for job in recorder.jobs] == [0] * 6 + [1]
@@ -585,7 +591,7 @@ def test_adaptation_keeps_the_learning_rate_that_was_set(small):
 )
 def test_checkpoint_keeps_anchors_and_bases(small, name):
     """Stopped after every tenth event: the run is that of the whole."""
-    options = {"devices": TwoSpeed(factor=9.0), "slots": 4}
+    options = {"devices": TwoSpeed(factor=9.0), "concurrency": 4}
     whole, log = make(small, STRATEGIES.create(name), **options)
     whole.run(40)
     state, pieces = None, []
@@ -625,7 +631,9 @@ def test_training_that_diverges_without_reaching_infinity_is_the_same_error(smal
     """One step: what is uploaded is finite, but its square need not be."""
     task = Task(steps=1, lr=lr, optimizer=Sgd(momentum=0.0, weight_decay=0.0))
     simulator, _ = make(small, STRATEGIES.create(strategy), task=task)
-    with pytest.raises(Diverged, match=r"round \d.*(diverged; lower the|served client \d a model)"):
+    with pytest.raises(
+        Diverged, match=r"update \d.*(diverged; lower the|served client \d a model)"
+    ):
         simulator.run(200)
 
 
@@ -634,7 +642,7 @@ def test_checkpoint_keeps_multicasts_on_their_way(small):
     options = {
         "devices": TwoSpeed(factor=9.0),
         "network": Links(low=8e-6 * 2000, high=8e-6 * 2000),
-        "slots": 4,
+        "concurrency": 4,
     }
     whole, log = make(small, PACE(omega=15), **options)
     whole.run(40)
@@ -662,7 +670,7 @@ def test_checkpoint_keeps_urgent_requests_beside_multicasts(small):
     options = {
         "devices": fixed(3, 20, 4, 50, 50, 50, 50, 50),
         "network": Links(low=8e-6 * 100, high=8e-6 * 100),  # 2.08 s a message
-        "slots": 8,
+        "concurrency": 8,
         "task": task,
     }
 
@@ -701,7 +709,9 @@ def test_a_request_right_after_a_multicast_still_leaves_a_step(small):
     late = 10.0 / 5 - 0.5 * 10.0 / (5 * epoch)  # in the last step of the first of 5 epochs
     strategy = scripted(multicast={1: [1]}, stop={2: [1]})
     durations = fixed(late, 10, late + 0.01, 50, 50, 50, 50, 50)
-    simulator, _ = make(small, strategy, devices=durations, slots=8, backend=recorder, task=task)
+    simulator, _ = make(
+        small, strategy, devices=durations, concurrency=8, backend=recorder, task=task
+    )
     simulator.run(8)
     [job] = [job for job in recorder.jobs if job.client == 1][:1]
     assert job.first_step == epoch
@@ -716,7 +726,9 @@ def test_a_request_right_after_a_multicast_leaves_a_step_to_who_keeps_something_
     late = 10.0 / 5 - 0.5 * 10.0 / (5 * epoch)  # in the last step of the first of 5 epochs
     strategy = scripted(multicast={1: [1]}, stop={2: [1]})
     durations = fixed(late, 10, late + 0.01, 50, 50, 50, 50, 50)
-    simulator, _ = make(small, strategy, devices=durations, slots=8, backend=recorder, task=task)
+    simulator, _ = make(
+        small, strategy, devices=durations, concurrency=8, backend=recorder, task=task
+    )
     simulator.run(8)
     [job] = [job for job in recorder.jobs if job.client == 1][:1]
     assert [swap.step for swap in job.swaps] == [epoch]
@@ -724,13 +736,13 @@ def test_a_request_right_after_a_multicast_leaves_a_step_to_who_keeps_something_
 
 
 def test_a_refused_update_leaves_the_run_as_it_was(small):
-    simulator, _ = make(small, FedAsync(), task=replace(TASK, lr=1e30), slots=4)
+    simulator, _ = make(small, FedAsync(), task=replace(TASK, lr=1e30), concurrency=4)
     with pytest.raises(PolytempoError):
         simulator.run(50)
     assert simulator.server.open.keys() == simulator.flights.keys()
     assert len(simulator.flights) == 4
     done, [refused] = (
-        simulator.server.round,
+        simulator.server.updates,
         [
             client
             for client, flight in simulator.flights.items()
@@ -744,14 +756,14 @@ def test_a_refused_update_leaves_the_run_as_it_was(small):
     flight.seen = None  # another model than it was sent
     with pytest.raises(PolytempoError):
         simulator.run(50)
-    assert simulator.server.round > done
+    assert simulator.server.updates > done
 
 
 def test_synchronous_methods_are_evaluated_when_a_cohort_is_complete(small):
-    simulator, log = make(small, FedAvg(), slots=4, eval_every=6)
+    simulator, log = make(small, FedAvg(), concurrency=4, eval_every=6)
     simulator.run(24)
-    assert [row["round"] for row in simulator.history] == [0, 8, 12, 20, 24]
-    closed = {event["time"] for event in of_kind(log, "upload") if event["round"] % 4 == 0}
+    assert [row["updates"] for row in simulator.history] == [0, 8, 12, 20, 24]
+    closed = {event["time"] for event in of_kind(log, "upload") if event["updates"] % 4 == 0}
     assert {row["time"] for row in simulator.history[1:]} <= closed
 
 
@@ -770,7 +782,7 @@ def test_messages_wait_for_a_client_that_is_away(small, tmp_path):
     strategy = scripted(multicast={1: [1]})
     durations = fixed(3, 10, 50, 50, 50, 50, 50, 50)
     simulator, log = make(
-        small, strategy, devices=durations, slots=8, dropout=Trace(path=str(path))
+        small, strategy, devices=durations, concurrency=8, dropout=Trace(path=str(path))
     )
     simulator.run(4)
     assert [event["time"] for event in of_kind(log, "multicast", "restart")] == [3, 5]

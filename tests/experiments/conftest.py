@@ -71,7 +71,7 @@ def _command(*arguments: object) -> Outcome:
 
 @pytest.fixture(scope="session")
 def polytempo() -> Command:
-    """`polytempo("run", "--rounds", 12)`, with an `Outcome`. A traceback fails the test."""
+    """`polytempo("run", "--updates", 12)`, with an `Outcome`. A traceback fails the test."""
     return _command
 
 
@@ -87,7 +87,7 @@ def plotless(monkeypatch: pytest.MonkeyPatch) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """The folder of a run of PACE with everything in it, and what it printed. To be read only."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    given = ("--clients", 6, "--rounds", 12, "--limit", 300, "--events", "--check")
+    given = ("--clients", 6, "--updates", 12, "--limit", 300, "--events", "--check")
     return folder, _command("run", *given, "--out", folder)
 
 
@@ -98,7 +98,7 @@ def interrupt() -> Iterator[Callable[..., None]]:
     usual = jobs.reporting
 
     def arm(at: int | Callable[[Event], bool], number: int = signal.SIGINT) -> None:
-        def attach(simulator: object, rounds: int) -> Callable[[Event], None]:
+        def attach(simulator: object, updates: int) -> Callable[[Event], None]:
             def observe(event: Event) -> None:
                 if at(event) if callable(at) else event.n == at:
                     jobs.reporting = progress.reporting = usual

@@ -14,7 +14,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.experiments import compare as comparisons
 from polytempo.experiments.progress import RunProgress
 
-TINY = {"epochs": 1, "adapt_epochs": 1, "rounds": 12, "solver": "torch"}
+TINY = {"epochs": 1, "adapt_epochs": 1, "updates": 12, "solver": "torch"}
 DATA = {"clients": 6, "limit": 120}
 
 
@@ -39,7 +39,7 @@ def ran(tmp_path_factory):
     place = tmp_path_factory.mktemp("api") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("polytempo.experiments.result.can_plot", lambda: False)
-        given = {"strategy": "fedper", "model": lambda: network(), **TINY, "rounds": 18}
+        given = {"strategy": "fedper", "model": lambda: network(), **TINY, "updates": 18}
         return place, pt.simulate(federation(), out=place, **given)
 
 
@@ -101,7 +101,7 @@ def test_saved_models_load_without_us(ran, tmp_path):
 
 def test_export_writes_the_model_of_a_client(polytempo, ran, tmp_path):
     run = tmp_path / "run"
-    given = ("--clients", 6, "--limit", 120, "--rounds", 12, "--strategy", "fedbuff:buffer_size=2")
+    given = ("--clients", 6, "--limit", 120, "--updates", 12, "--strategy", "fedbuff:buffer_size=2")
     more = ("--model", "linear", "--personal", "head", "--epochs", 1, "--adapt-epochs", 1)
     assert polytempo("run", *given, *more, "-o", run).error  # all of it would be personal
     more = ("--model", "mlp:hidden=[8]", "--personal", "head", "--epochs", 1, "--adapt-epochs", 1)
@@ -124,14 +124,14 @@ def test_export_writes_the_model_of_a_client(polytempo, ran, tmp_path):
 
 def test_a_run_from_python_resumes_from_python(ran, tmp_path):
     """A run that is made longer is bit for bit the one that was long from the start."""
-    given = {"strategy": "fedper", "model": lambda: network(), **TINY, "rounds": 6}
+    given = {"strategy": "fedper", "model": lambda: network(), **TINY, "updates": 6}
     pt.simulate(federation(), out=tmp_path / "run", eval_every=1, **given)
     with pytest.raises(PolytempoError, match=r"polytempo.resume\(FOLDER, federation\)"):
-        pt.resume(tmp_path / "run", rounds=18)
-    longer = pt.resume(tmp_path / "run", federation(), model=given["model"], rounds=18)
+        pt.resume(tmp_path / "run", updates=18)
+    longer = pt.resume(tmp_path / "run", federation(), model=given["model"], updates=18)
     assert longer.arrivals == 18
     assert longer.fingerprint != ""
-    whole = pt.simulate(federation(), eval_every=1, **{**given, "rounds": 18})
+    whole = pt.simulate(federation(), eval_every=1, **{**given, "updates": 18})
     assert longer.fingerprint == whole.fingerprint
     assert longer.clients == whole.clients
 
@@ -139,10 +139,10 @@ def test_a_run_from_python_resumes_from_python(ran, tmp_path):
 def test_data_by_name_make_a_folder_that_the_command_resumes(polytempo, tmp_path):
     result = pt.simulate("digits", model="linear", out=tmp_path / "run", **DATA, **TINY)
     assert (
-        polytempo("run", "--resume", tmp_path / "run", "--rounds", 15, "--json").json["arrivals"]
+        polytempo("run", "--resume", tmp_path / "run", "--updates", 15, "--json").json["arrivals"]
         == 15
     )
-    assert pt.resume(tmp_path / "run", rounds=20).arrivals == 20
+    assert pt.resume(tmp_path / "run", updates=20).arrivals == 20
     given = pt.simulate(federation(), model="linear", **TINY)
     assert given.fingerprint == result.fingerprint
 
@@ -176,7 +176,7 @@ def test_tables_are_frames_where_pandas_is_there(ran, monkeypatch):
     _, result = ran
     pandas = pytest.importorskip("pandas")
     frame = result.frame()
-    assert isinstance(frame, pandas.DataFrame) and frame["round"].iloc[-1] == 18
+    assert isinstance(frame, pandas.DataFrame) and frame["updates"].iloc[-1] == 18
     assert len(result.frame("clients")) == 6
     with pytest.raises(PolytempoError, match="client"):
         result.frame("client")

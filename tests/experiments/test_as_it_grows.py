@@ -17,7 +17,7 @@ SETTINGS = {
     "limit": 120,
     "model": "linear",
     "epochs": 1,
-    "rounds": 12,
+    "updates": 12,
     "eval_every": 3,
     "adapt_epochs": 1,
     "events": True,
@@ -36,7 +36,7 @@ def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
     running.run(make_config(SETTINGS, "test"), plain)
     seen = []
 
-    def attach(simulator, rounds):
+    def attach(simulator, updates):
         def observe(event):
             if isinstance(event, Evaluate):
                 events = watched / "events.jsonl"
@@ -59,7 +59,7 @@ def test_a_folder_says_from_the_beginning_what_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: True)
     folder = tmp_path / "run"
     monkeypatch.setattr("sys.argv", ["/usr/bin/polytempo", "run", "--data", "two words"])
-    running.run(make_config({**SETTINGS, "strategy": "fedasync", "slots": 1}, "test"), folder)
+    running.run(make_config({**SETTINGS, "strategy": "fedasync", "concurrency": 1}, "test"), folder)
     found = json.loads((folder / "about.json").read_text())
     assert found["metric"]["name"] == "accuracy" and found["command"].endswith("'two words'")
     assert {"polytempo", "torch"} <= found["versions"].keys()

@@ -98,7 +98,7 @@ def summary(folder: Path) -> dict:
         (("--clients", 5000), ["5000", "1797"]),
         (("--limit", 5, "--clients", 6), ["6", "5"]),
         (("--limit", 5), ["20", "5"]),
-        (("--clients", 4, "--slots", 9), ["slots", "4", "9"]),
+        (("--clients", 4, "--concurrency", 9), ["concurrency", "4", "9"]),
         (("--partition", "natural"), ["natural", "users"]),
         (("--model", "lenet"), ["lenet", "16x16", "(1, 8, 8)", "mlp"]),
         (("--model", "textcnn"), ["textcnn"]),
@@ -138,7 +138,7 @@ def test_a_damaged_file_of_the_users_own_is_named(polytempo, tmp_path):
 @pytest.mark.parametrize(("samples", "clients"), [(5, 3), (6, 6)])
 def test_clients_without_test_samples_make_no_nan(samples, clients, polytempo, tmp_path):
     """A client with one sample only trains on it: nothing is left to test it on."""
-    arguments = ("--limit", samples, "--clients", clients, "--partition", "iid", "--rounds", 3)
+    arguments = ("--limit", samples, "--clients", clients, "--partition", "iid", "--updates", 3)
     outcome = polytempo("run", *arguments, "--out", tmp_path / "run", "--json")
     if outcome.code == 2:  # to refuse would be as good
         assert "sample" in outcome.error
@@ -152,13 +152,13 @@ def test_clients_without_test_samples_make_no_nan(samples, clients, polytempo, t
 @pytest.mark.parametrize("command", [["run"], ["compare", "fedavg"]])
 def test_a_file_cannot_be_the_folder_of_a_run(command, polytempo, tmp_path):
     (tmp_path / "file").write_text("precious")
-    error = polytempo(*command, *TINY, "--rounds", 3, "--out", tmp_path / "file").error
+    error = polytempo(*command, *TINY, "--updates", 3, "--out", tmp_path / "file").error
     assert str(tmp_path / "file") in error
     assert (tmp_path / "file").read_text() == "precious"
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(polytempo):
-    assert "/proc/mine" in polytempo("run", *TINY, "--rounds", 3, "--out", "/proc/mine").error
+    assert "/proc/mine" in polytempo("run", *TINY, "--updates", 3, "--out", "/proc/mine").error
 
 
 # -- a strategy of the user's own -----------------------------------------------------------------
@@ -167,40 +167,40 @@ def test_a_folder_that_cannot_be_made_is_one_line(polytempo):
 def test_a_strategy_of_the_users_own_runs_and_resumes(own, polytempo, tmp_path):
     name = f"{own}:Mine:mixing=0.25"
     arguments = ("run", *TINY, "--strategy", name)
-    assert polytempo(*arguments, "--rounds", 30, "-o", tmp_path / "whole").code == 0
-    assert polytempo(*arguments, "--rounds", 10, "--eval-every", 1, "-o", tmp_path / "a").code == 0
+    assert polytempo(*arguments, "--updates", 30, "-o", tmp_path / "whole").code == 0
+    assert polytempo(*arguments, "--updates", 10, "--eval-every", 1, "-o", tmp_path / "a").code == 0
     config = read_config(tmp_path / "whole" / "config.toml")
     assert config["strategy"] == {"name": f"{own}:Mine", "mixing": 0.25, "poison": -1}
     assert summary(tmp_path / "whole")["strategy"] == f"{own}:Mine"
     forget()
-    assert polytempo("run", "--resume", tmp_path / "a", "--rounds", 30).code == 0
+    assert polytempo("run", "--resume", tmp_path / "a", "--updates", 30).code == 0
     assert summary(tmp_path / "a")["fingerprint"] == summary(tmp_path / "whole")["fingerprint"]
 
 
 def test_a_registered_strategy_of_the_users_own_resumes_in_a_new_process(own, polytempo, tmp_path):
     name = f"{own}:Registered"
     assert (
-        polytempo("run", *TINY, "--strategy", name, "--rounds", 5, "-o", tmp_path / "a").code == 0
+        polytempo("run", *TINY, "--strategy", name, "--updates", 5, "-o", tmp_path / "a").code == 0
     )
     forget()
-    assert polytempo("run", "--resume", tmp_path / "a", "--rounds", 9).code == 0
+    assert polytempo("run", "--resume", tmp_path / "a", "--updates", 9).code == 0
     forget()
     config = tmp_path / "a" / "config.toml"
     assert polytempo("run", "-c", config, "-o", tmp_path / "b").code == 0
 
 
 def test_a_strategy_of_the_users_own_can_be_compared(own, polytempo, tmp_path):
-    tiny = (*TINY, "--rounds", 6, "-o", tmp_path / "out", "--json")
+    tiny = (*TINY, "--updates", 6, "-o", tmp_path / "out", "--json")
     outcome = polytempo("compare", f"{own}:Mine", f"{own}:Mine:mixing=0.1", "fedavg", *tiny)
     assert len({found["fingerprint"] for found in outcome.json}) == 3
 
 
 def test_a_network_of_the_users_own_is_named_by_its_module(own, polytempo, tmp_path):
-    arguments = ("--clients", 6, "--limit", 120, "--rounds", 4, "--model", f"{own}:network")
+    arguments = ("--clients", 6, "--limit", 120, "--updates", 4, "--model", f"{own}:network")
     assert polytempo("run", *arguments, "-o", tmp_path / "a").code == 0
     assert summary(tmp_path / "a")["parameters"] == 650
     forget()
-    assert polytempo("run", "--resume", tmp_path / "a", "--rounds", 6).code == 0
+    assert polytempo("run", "--resume", tmp_path / "a", "--updates", 6).code == 0
 
 
 @pytest.mark.parametrize(
@@ -224,32 +224,32 @@ def test_a_wrong_class_of_the_users_own_is_one_line(own, name, words, polytempo,
 
 @pytest.mark.parametrize("strategy", ["pace", "fedavg", "fedasync", "standalone"])
 def test_a_diverging_training_says_what_to_do(strategy, polytempo, tmp_path):
-    given = ("--clients", 6, "--limit", 120, "--rounds", 12, "--lr", 1e9, "--strategy", strategy)
+    given = ("--clients", 6, "--limit", 120, "--updates", 12, "--lr", 1e9, "--strategy", strategy)
     error = polytempo("run", *given, "-o", tmp_path / "run").error
     assert "NaN or infinite" in error
     assert "lower the learning rate" in error
-    assert re.search(r"round \d+", error)
+    assert re.search(r"update \d+", error)
     assert not (tmp_path / "run" / "result.json").exists()
 
 
 def test_a_strategy_that_spoils_its_model_harms_nothing_earlier(own, polytempo, tmp_path):
     arguments = ("run", *TINY, "--eval-every", 5, "--strategy", f"{own}:Mine:poison=20")
     folder = tmp_path / "run"
-    assert polytempo(*arguments, "--rounds", 10, "-o", folder).code == 0
+    assert polytempo(*arguments, "--updates", 10, "-o", folder).code == 0
     kept = {
         name: (folder / name).read_bytes() for name in ("checkpoint.safetensors", "result.json")
     }
-    assert "NaN" in polytempo("run", "--resume", folder, "--rounds", 60).error
+    assert "NaN" in polytempo("run", "--resume", folder, "--updates", 60).error
     for name, content in kept.items():
         assert (folder / name).read_bytes() == content
-    assert polytempo("run", "--resume", folder, "--rounds", 15).code == 0
-    assert polytempo(*arguments, "--rounds", 15, "-o", tmp_path / "whole").code == 0
+    assert polytempo("run", "--resume", folder, "--updates", 15).code == 0
+    assert polytempo(*arguments, "--updates", 15, "-o", tmp_path / "whole").code == 0
     log = (folder / "events.jsonl").read_bytes()
     assert log == (tmp_path / "whole" / "events.jsonl").read_bytes()
 
 
 def test_a_comparison_that_diverges_keeps_what_is_finished(polytempo, own, tmp_path):
-    tiny = (*TINY, "--rounds", 30, "-o", tmp_path / "out")
+    tiny = (*TINY, "--updates", 30, "-o", tmp_path / "out")
     outcome = polytempo("compare", "fedavg", f"{own}:Mine:poison=3", *tiny)
     assert outcome.code == 2
     assert "NaN" in outcome.err
@@ -281,7 +281,7 @@ def network() -> nn.Module:
 
 
 def test_the_example_of_the_design(federation, tmp_path):
-    result = pt.simulate(federation, model="mlp", strategy=pt.strategies.PACE(), rounds=20)
+    result = pt.simulate(federation, model="mlp", strategy=pt.strategies.PACE(), updates=20)
     assert 0.3 < result.accuracy <= 1
     assert result.accuracy_adapted > 0.5
     assert result.time_to(0.0) == 0.0
@@ -293,7 +293,7 @@ def test_the_example_of_the_design(federation, tmp_path):
 
 
 def test_models_of_a_result_are_those_that_were_measured(federation):
-    result = pt.simulate(federation, model=network, strategy="pace", rounds=15, eval_every=5)
+    result = pt.simulate(federation, model=network, strategy="pace", updates=15, eval_every=5)
     measured = []
     for client in range(federation.clients):
         module = network()
@@ -304,8 +304,8 @@ def test_models_of_a_result_are_those_that_were_measured(federation):
 
 
 def test_personal_models_differ_and_shared_ones_do_not(federation):
-    personal = pt.simulate(federation, model="linear", strategy="pace", rounds=15)
-    shared = pt.simulate(federation, model="linear", strategy="fedavg", rounds=15)
+    personal = pt.simulate(federation, model="linear", strategy="pace", updates=15)
+    shared = pt.simulate(federation, model="linear", strategy="fedavg", updates=15)
     [name, *_] = personal.model(0)
     assert not torch.equal(personal.model(0)[name], personal.model(1)[name])
     assert torch.equal(shared.model(0)[name], shared.model(1)[name])
@@ -318,7 +318,7 @@ def test_a_federation_of_the_users_own_arrays():
         x = stream.normal(size=(60, 5)).astype(np.float32)
         clients.append((x, (x[:, 0] > 0).astype(int) ^ flip))
     federation = pt.Federation.from_arrays(clients)
-    settings = {"model": "linear", "rounds": 60, "lr": 0.2, "adapt_epochs": 0}
+    settings = {"model": "linear", "updates": 60, "lr": 0.2, "adapt_epochs": 0}
     personal = pt.simulate(federation, strategy="pace:graph.gamma=20", **settings)
     shared = pt.simulate(federation, strategy="fedavg", **settings)
     assert personal.accuracy > 0.85
@@ -328,9 +328,9 @@ def test_a_federation_of_the_users_own_arrays():
 
 def test_the_same_strategy_object_can_be_used_again(federation):
     strategy = pt.strategies.PACE()
-    first = pt.simulate(federation, model="linear", strategy=strategy, rounds=8)
-    again = pt.simulate(federation, model="linear", strategy=strategy, rounds=8)
-    fresh = pt.simulate(federation, model="linear", strategy="pace", rounds=8)
+    first = pt.simulate(federation, model="linear", strategy=strategy, updates=8)
+    again = pt.simulate(federation, model="linear", strategy=strategy, updates=8)
+    fresh = pt.simulate(federation, model="linear", strategy="pace", updates=8)
     assert first.summary["fingerprint"] == again.summary["fingerprint"]
     assert first.summary["fingerprint"] == fresh.summary["fingerprint"]
 
@@ -339,14 +339,14 @@ def test_python_and_the_command_do_the_same(federation, polytempo, tmp_path):
     dirichlet = "dirichlet:alpha=0.1"
     outcome = polytempo(
         *("run", "--clients", 6, "--limit", 300, "--partition", dirichlet, "--model", "linear"),
-        *("--rounds", 8, "-o", tmp_path / "run", "--json"),
+        *("--updates", 8, "-o", tmp_path / "run", "--json"),
     )
-    result = pt.simulate(federation, model="linear", rounds=8)
+    result = pt.simulate(federation, model="linear", updates=8)
     assert result.summary["fingerprint"] == outcome.json["fingerprint"]
 
 
 def test_a_result_can_be_read_back(federation, tmp_path):
-    result = pt.simulate(federation, model="linear", rounds=8, out=tmp_path / "run")
+    result = pt.simulate(federation, model="linear", updates=8, out=tmp_path / "run")
     read = read_result(tmp_path / "run")
     assert read.summary == result.summary
     assert read.history == result.history
@@ -357,25 +357,25 @@ def test_a_result_can_be_read_back(federation, tmp_path):
 
 def test_the_folder_of_a_python_run_tells_the_truth(federation, polytempo, tmp_path):
     """Its configuration names the model that was run; resuming it goes on, or says why not."""
-    pt.simulate(federation, model="linear", rounds=8, out=tmp_path / "run")
+    pt.simulate(federation, model="linear", updates=8, out=tmp_path / "run")
     assert make_config(read_config(tmp_path / "run" / "config.toml")).model == "linear"
     before = (tmp_path / "run" / "result.json").read_bytes()
-    outcome = polytempo("run", "--resume", tmp_path / "run", "--rounds", 12)
+    outcome = polytempo("run", "--resume", tmp_path / "run", "--updates", 12)
     if outcome.code == 2:
         assert str(tmp_path / "run") in outcome.error
         assert (tmp_path / "run" / "result.json").read_bytes() == before
     else:
-        whole = pt.simulate(federation, model="linear", rounds=12, eval_every=1)
+        whole = pt.simulate(federation, model="linear", updates=12, eval_every=1)
         assert summary(tmp_path / "run")["fingerprint"] == whole.summary["fingerprint"]
 
 
 def test_a_run_in_which_nothing_arrived_has_no_accuracy_but_no_traceback(
     federation, polytempo, tmp_path
 ):
-    result = pt.simulate(federation, model="linear", rounds=5, until=1e-9)
+    result = pt.simulate(federation, model="linear", updates=5, until=1e-9)
     assert result.summary["arrivals"] == 0
     assert not result.accuracy or np.isnan(result.accuracy)
-    given = (*TINY, "--rounds", 5, "--until", 1e-9)
+    given = (*TINY, "--updates", 5, "--until", 1e-9)
     assert polytempo("run", *given, "-o", tmp_path / "run").code == 0
     assert summary(tmp_path / "run")["accuracy"] is None
     assert polytempo("compare", "pace", "fedavg", *given, "-o", tmp_path / "compare").code == 0
@@ -385,12 +385,14 @@ def test_a_run_in_which_nothing_arrived_has_no_accuracy_but_no_traceback(
     ("settings", "words"),
     [
         ({"learning_rate": 0.1}, "learning_rate"),
-        ({"slot": 3}, "did you mean 'slots'"),
-        ({"rounds": 0}, "rounds = 0"),
+        ({"concurency": 3}, "did you mean 'concurrency'"),
+        ({"rounds": 8}, "rounds is now called updates"),
+        ({"slots": 3}, "slots is now called concurrency"),
+        ({"updates": 0}, "updates = 0"),
         ({"strategy": "pacee"}, "did you mean 'pace'"),
         ({"strategy": "pace:graph.gama=1"}, "did you mean 'gamma'"),
         ({"model": "mpl"}, "did you mean 'mlp'"),
-        ({"slots": 7}, "slots must be between 1 and the number of clients, 6"),
+        ({"concurrency": 7}, "concurrency must be between 1 and the number of clients, 6"),
         ({"model": lambda: "none"}, "must make a torch.nn.Module"),
         ({"devices": "quick"}, "device model"),
         ({"clients": 3}, "clients"),  # decided when the federation was made
@@ -399,6 +401,6 @@ def test_a_run_in_which_nothing_arrived_has_no_accuracy_but_no_traceback(
 )
 def test_mistakes_in_python_are_one_line_too(settings, words, federation):
     with pytest.raises(pt.PolytempoError) as caught:
-        pt.simulate(federation, **{"rounds": 2, **settings})
+        pt.simulate(federation, **{"updates": 2, **settings})
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -21,7 +21,7 @@ from polytempo.experiments.progress import RunProgress
 from polytempo.strategies import STRATEGIES
 from websites import website
 
-TINY = ("--clients", 6, "--rounds", 5, "--limit", 120, "--model", "linear", "--epochs", 1)
+TINY = ("--clients", 6, "--updates", 5, "--limit", 120, "--model", "linear", "--epochs", 1)
 
 
 def flat(text: str) -> str:
@@ -87,7 +87,8 @@ def test_an_unknown_command_names_the_nearest(polytempo):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["run", "--clinets", 6], ["run", "--rounds", "ten"], ["run", "pace"], ["compare"]]
+    "arguments",
+    [["run", "--clinets", 6], ["run", "--updates", "ten"], ["run", "pace"], ["compare"]],
 )
 def test_mistakes_on_the_command_line_are_one_line_too(arguments, polytempo):
     outcome = polytempo(*arguments)
@@ -96,7 +97,7 @@ def test_mistakes_on_the_command_line_are_one_line_too(arguments, polytempo):
 
 
 def test_an_error_does_not_begin_with_an_empty_line(polytempo):
-    assert polytempo("run", "--rounds", 0).err.startswith("error: ")
+    assert polytempo("run", "--updates", 0).err.startswith("error: ")
 
 
 # -- JSON -----------------------------------------------------------------------------------------
@@ -145,16 +146,16 @@ def test_the_bar_looks_at_a_run_a_few_times_a_second_and_at_every_evaluation(mon
     seen, now = [], 100.0
     monkeypatch.setattr(Progress, "update", lambda *given, **shown: seen.append(shown))
     monkeypatch.setattr("polytempo.experiments.jobs.monotonic", lambda: now)
-    engine = SimpleNamespace(metric=ACCURACY, history=[{"accuracy": 0.5}], time=1.0, round=0)
+    engine = SimpleNamespace(metric=ACCURACY, history=[{"accuracy": 0.5}], time=1.0, updates=0)
     with RunProgress(quiet=True) as progress:
         observe = progress.watch("run")(engine, 100)
-        for engine.round in range(1, 101):
+        for engine.updates in range(1, 101):
             now += 0.01
-            observe(Dispatch(0, 1.0, engine.round, 0, 3, 7))
-        rounds = [shown["completed"] for shown in seen]
-        assert rounds[0] == 0 and 9 <= len(rounds) <= 12
+            observe(Dispatch(0, 1.0, engine.updates, 0, 3, 7))
+        updates = [shown["completed"] for shown in seen]
+        assert updates[0] == 0 and 9 <= len(updates) <= 12
         observe(Evaluate(1, 1.0, 100, 0, "accuracy", 0.5, 1.0))
-    assert seen[-1]["completed"] == 100 and len(seen) == len(rounds) + 1
+    assert seen[-1]["completed"] == 100 and len(seen) == len(updates) + 1
 
 
 def test_the_progress_of_a_resumed_run_is_where_it_ended(finished, polytempo):
@@ -163,7 +164,7 @@ def test_the_progress_of_a_resumed_run_is_where_it_ended(finished, polytempo):
 
 def test_each_figure_takes_one_line_when_piped(polytempo, tmp_path):
     name = "synthetic:groups=2,kind=permutation,samples=24,features=12,classes=4"
-    given = ("--data", name, "--clients", 6, "--rounds", 2, "--model", "linear")
+    given = ("--data", name, "--clients", 6, "--updates", 2, "--model", "linear")
     lines = polytempo("run", *given, "--out", tmp_path / "run").out.splitlines()
     assert [line for line in lines if not re.match(r" *\w[\w, ]*  \S", line)] == []
 
@@ -323,14 +324,14 @@ def test_a_picture_of_an_unknown_kind_is_refused(polytempo, tmp_path):
 
 
 def test_a_run_that_learns_nothing_says_so_and_what_to_try(polytempo, tmp_path):
-    given = ("--data", "digits", "--clients", 6, "--rounds", 6, "--model", "linear", "--epochs", 1)
+    given = ("--data", "digits", "--clients", 6, "--updates", 6, "--model", "linear", "--epochs", 1)
     for strategy, said in (("fedasync", "the same label for everybody"), ("pace", "commonest")):
         outcome = polytempo(
             *("run", *given, "--strategy", strategy, "--lr", 1e-6, "-o", tmp_path / strategy)
         )
         assert said in flat(outcome.err) and "larger --lr (now 1e-06)" in flat(outcome.err)
     fine = polytempo(
-        *("run", *given, "--rounds", 60, "--strategy", "fedasync", "--lr", 0.1),
+        *("run", *given, "--updates", 60, "--strategy", "fedasync", "--lr", 0.1),
         *("--partition", "iid", "-o", tmp_path / "fine"),
     )
     assert fine.code == 0 and "hardly learned" not in fine.err

@@ -9,8 +9,8 @@ from polytempo.experiments import result
 from polytempo.experiments.result import read_result
 
 GIVEN = (
-    *("--data", "synthetic:samples=30", "--clients", 12, "--slots", 12, "--refill", "same"),
-    *("--rounds", 120, "--eval-every", 10, "--epochs", 1, "--batch-size", 10, "--lr", 0.05),
+    *("--data", "synthetic:samples=30", "--clients", 12, "--concurrency", 12, "--refill", "same"),
+    *("--updates", 120, "--eval-every", 10, "--epochs", 1, "--batch-size", 10, "--lr", 0.05),
     *("--model", "linear", "--adapt-epochs", 0),
 )
 
@@ -28,10 +28,10 @@ def test_a_run_says_who_was_in_which_cluster_and_when(polytempo, tmp_path, monke
         rows = list(csv.DictReader(file))
     now = {row["client"]: row["cluster"] for row in rows}
     assert len(set(now.values()) - {"-1"}) == found["clusters"]
-    assert [int(row["round"]) for row in rows] == sorted(int(row["round"]) for row in rows)
+    assert [int(row["updates"]) for row in rows] == sorted(int(row["updates"]) for row in rows)
     with np.load(folder / "similarity.npz") as kept:
-        assert kept["matrices"].shape == (len(kept["rounds"]), 12, 12)
-        assert kept["rounds"][-1] == 120
+        assert kept["matrices"].shape == (len(kept["updates"]), 12, 12)
+        assert kept["updates"][-1] == 120
     assert (folder / "clusters.png").exists() and (folder / "similarity.png").exists()
     assert "adjusted Rand index" in (folder / "report.html").read_text()
 
@@ -52,11 +52,11 @@ def test_a_comparison_shows_clusters_if_somebody_has_any(polytempo, tmp_path):
 
 
 def test_newcomers_are_reported_apart(polytempo, tmp_path):
-    given = ("--strategy", "fedasync", *GIVEN, "--dropout", "join:round=60,share=0.25")
+    given = ("--strategy", "fedasync", *GIVEN, "--dropout", "join:updates=60,share=0.25")
     found = polytempo("run", *given, "--out", tmp_path / "run", "--check", "--json").json
     rows = read_result(tmp_path / "run").history
     values = [row["accuracy_newcomers"] for row in rows]
-    assert [value is None for value in values] == [row["round"] < 60 for row in rows]
+    assert [value is None for value in values] == [row["updates"] < 60 for row in rows]
     assert found["accuracy_newcomers"] == pytest.approx(np.mean(values[-3:]))
     outcome = polytempo("run", *given, "--out", tmp_path / "shown")
     assert "accuracy, newcomers" in outcome.out

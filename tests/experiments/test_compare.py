@@ -11,8 +11,8 @@ from polytempo.core.events import Evaluate
 from polytempo.experiments import compare as module
 from polytempo.experiments.config import read_config
 
-SMALL = ("--clients", 6, "--rounds", 12, "--limit", 300, "--adapt-epochs", 1)
-TINY = ("--clients", 6, "--rounds", 10, "--limit", 120, "--model", "linear", "--epochs", 1)
+SMALL = ("--clients", 6, "--updates", 12, "--limit", 300, "--adapt-epochs", 1)
+TINY = ("--clients", 6, "--updates", 10, "--limit", 120, "--model", "linear", "--epochs", 1)
 
 
 @pytest.fixture(scope="session")
@@ -205,7 +205,7 @@ def test_an_interrupted_comparison_goes_on(polytempo, interrupt, tmp_path):
 
 def test_an_interrupt_in_the_last_evaluation_of_a_run_is_not_lost(polytempo, interrupt, tmp_path):
     """The run is finished by then: the comparison must stop all the same."""
-    interrupt(lambda event: isinstance(event, Evaluate) and event.round == 10)
+    interrupt(lambda event: isinstance(event, Evaluate) and event.updates == 10)
     outcome = polytempo("compare", "pace", "fedavg", *TINY, "-o", tmp_path)
     assert outcome.code == 130
     assert not (tmp_path / "fedavg").exists()

@@ -31,11 +31,11 @@ VALUES: dict[str, Any] = {
     "personal": "head",
     "freeze": "features.*,norm",
     "trainable": "head",
-    "rounds": 9,
+    "updates": 9,
     "until": 5.5,
     "versions": 7,
     "messages": 30,
-    "slots": 2,
+    "concurrency": 2,
     "refill": "same",
     "devices": "two-speed:slow=0.5",
     "network": "wifi",
@@ -115,9 +115,9 @@ def test_every_setting_is_an_option_and_a_key(name, resolved, tmp_path):
 
 
 def test_options_win_over_the_file_and_the_file_over_defaults(resolved, tmp_path):
-    file = write(tmp_path / "my.toml", rounds=9, lr=0.5, strategy="fedavg")
-    config = resolved("--config", file, "--rounds", 7, "--strategy", "fedbuff")
-    assert (config.rounds, config.lr, config.strategy_table["name"]) == (7, 0.5, "fedbuff")
+    file = write(tmp_path / "my.toml", updates=9, lr=0.5, strategy="fedavg")
+    config = resolved("--config", file, "--updates", 7, "--strategy", "fedbuff")
+    assert (config.updates, config.lr, config.strategy_table["name"]) == (7, 0.5, "fedbuff")
     assert config.optimizer == RunConfig().optimizer
 
 
@@ -232,7 +232,7 @@ def test_the_default_strategy_and_data_need_nothing():
             "partition": some.sampled_from(["iid", "pathological", "dirichlet:alpha=1e-3"]),
             "devices": some.sampled_from(["equal", "severe", "uniform:high=9"]),
             "dropout": some.sampled_from(["none", "delay", "leave:at=3.5"]),
-            "rounds": some.integers(1, 10**9),
+            "updates": some.integers(1, 10**9),
             "seed": some.integers(-(2**40), 2**40),
             "lr": some.floats(1e-300, 1e300),
             "until": some.floats(1e-9, 1e300),
@@ -255,7 +255,7 @@ def test_a_configuration_survives_its_file(table, tmp_path):
 @pytest.mark.parametrize(
     ("key", "near"),
     [
-        ("round", "rounds"),
+        ("updates", "updates"),
         ("batchsize", "batch_size"),
         ("eval-evry", "eval_every"),
         ("sed", "seed"),
@@ -286,8 +286,8 @@ def test_an_unknown_option_names_the_nearest(command, key, near, polytempo):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rounds", "many"),
-        ("rounds", 1.5),
+        ("updates", "many"),
+        ("updates", 1.5),
         ("clients", "some"),
         ("lr", "fast"),
         ("check", "perhaps"),
@@ -305,7 +305,7 @@ def test_a_wrong_type_in_a_file_is_one_line(name, value, polytempo, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("rounds", "many"), ("clients", "1.5"), ("lr", "fast"), ("seed", "x")]
+    ("name", "value"), [("updates", "many"), ("clients", "1.5"), ("lr", "fast"), ("seed", "x")]
 )
 def test_a_wrong_type_in_an_option_names_the_option(name, value, polytempo):
     outcome = polytempo("run", option(name), value)
@@ -318,7 +318,7 @@ def test_a_wrong_type_in_an_option_names_the_option(name, value, polytempo):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rounds", 0),
+        ("updates", 0),
         ("clients", 0),
         ("clients", -3),
         ("limit", 0),
@@ -327,7 +327,7 @@ def test_a_wrong_type_in_an_option_names_the_option(name, value, polytempo):
         ("validation", 1),
         ("test_fraction", 1),
         ("until", 0),
-        ("slots", 0),
+        ("concurrency", 0),
         ("epochs", 0),
         ("steps", 0),
         ("batch_size", 0),
@@ -355,8 +355,8 @@ def test_a_value_out_of_range_is_one_line(name, value, polytempo, tmp_path, monk
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"rounds = \n", "line 1"),
-        (b"rounds = 3\nrounds = 4\n", "line 2"),
+        (b"updates = \n", "line 1"),
+        (b"updates = 3\nrounds = 4\n", "line 2"),
         (b"[strategy\n", "line 1"),
         (b"\xff\xfe\x00", "utf-8"),
     ],

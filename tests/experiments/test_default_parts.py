@@ -10,7 +10,7 @@ from polytempo.experiments.config import make_config
 from polytempo.strategies import STRATEGIES
 
 SETTINGS = {"epochs": 1, "batch_size": 8, "lr": 0.05, "adapt_epochs": 0, "backend": "serial"}
-SETTINGS |= {"rounds": 12, "slots": 4}
+SETTINGS |= {"updates": 12, "concurrency": 4}
 
 
 def network() -> nn.Module:

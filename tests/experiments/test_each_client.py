@@ -15,9 +15,9 @@ from polytempo.simulation import each_client
 
 COLUMNS = [
     *("client", "name", "group", "samples", "tested", "slowdown", "seconds", "updates"),
-    *("staleness", "round", "accuracy", "accuracy_adapted"),
+    *("staleness", "updates", "accuracy", "accuracy_adapted"),
 ]
-TINY = {"model": "linear", "epochs": 1, "adapt_epochs": 1, "rounds": 30, "solver": "torch"}
+TINY = {"model": "linear", "epochs": 1, "adapt_epochs": 1, "updates": 30, "solver": "torch"}
 
 
 def federation(**given) -> pt.Federation:
@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("clients") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("polytempo.experiments.result.can_plot", lambda: False)
-        more = {"slots": 3, "devices": "two-speed:slow=0.5,factor=4", "events": True}
+        more = {"concurrency": 3, "devices": "two-speed:slow=0.5,factor=4", "events": True}
         pt.simulate(federation(), strategy="fedbuff", out=place, eval_every=10, **more, **TINY)
     return place
 
@@ -72,10 +72,10 @@ def test_the_history_of_clients_has_every_evaluation(folder):
     rows, history = table(folder / "clients_history.csv"), table(folder / "history.csv")
     by_round = defaultdict(list)
     for row in rows:
-        by_round[row["round"]].append(float(row["accuracy"]))
-    assert list(by_round) == [row["round"] for row in history]
+        by_round[row["updates"]].append(float(row["accuracy"]))
+    assert list(by_round) == [row["updates"] for row in history]
     for row in history:
-        assert np.mean(by_round[row["round"]]) == pytest.approx(float(row["accuracy"]))
+        assert np.mean(by_round[row["updates"]]) == pytest.approx(float(row["accuracy"]))
     assert [bool(row["accuracy_adapted"]) for row in rows] == [False] * 18 + [True] * 6
 
 
@@ -87,8 +87,13 @@ def test_a_result_that_is_read_again_has_the_same_clients(folder):
 
 
 def test_an_interrupted_run_has_the_same_table(folder, tmp_path):
-    short = {**TINY, "rounds": 13}
-    more = {"slots": 3, "devices": "two-speed:slow=0.5,factor=4", "events": True, "eval_every": 10}
+    short = {**TINY, "updates": 13}
+    more = {
+        "concurrency": 3,
+        "devices": "two-speed:slow=0.5,factor=4",
+        "events": True,
+        "eval_every": 10,
+    }
     fed = federation()
     pt.simulate(fed, strategy="fedbuff", out=tmp_path, **more, **short)
     pt.simulate(fed, strategy="fedbuff", out=tmp_path, resume=True, **more, **TINY)
@@ -141,7 +146,7 @@ def test_gains_are_counted_per_client(better, sign):
 
 
 def test_a_comparison_says_who_is_better_off_than_alone(polytempo, tmp_path):
-    given = ("--clients", 6, "--rounds", 30, "--limit", 200, "--model", "linear", "--epochs", 1)
+    given = ("--clients", 6, "--updates", 30, "--limit", 200, "--model", "linear", "--epochs", 1)
     arguments = ("compare", "fedavg", "standalone", *given, "--adapt-epochs", 1, "-o", tmp_path)
     plain = polytempo(*arguments)
     assert "better off" not in plain.out

@@ -10,7 +10,7 @@ SETTINGS = {"model": "linear", "strategy": "fedavg", "lr": 0.05, "backend": "ser
 
 def test_fine_tuning_takes_as_long_as_the_slowest_client(small):
     options = {"devices": "two-speed:factor=5,jitter=0", "adapt_epochs": 3, "eval_every": 8}
-    result = simulate(small, rounds=24, adapt_always=True, **SETTINGS, **options)
+    result = simulate(small, updates=24, adapt_always=True, **SETTINGS, **options)
     engine = result.simulator
     later = max(
         3 * samples * factor * engine.devices.unit
@@ -31,7 +31,7 @@ def test_fine_tuning_takes_as_long_as_the_slowest_client(small):
 
 
 def test_a_run_without_adaptation_has_no_fine_tuned_form(small):
-    result = simulate(small, rounds=8, adapt_epochs=0, **SETTINGS)
+    result = simulate(small, updates=8, adapt_epochs=0, **SETTINGS)
     assert result.adaptation_time is None and result.fine_tuned() is None
 
 

@@ -21,14 +21,14 @@ from polytempo.training import problem_for
 SLOW = {3: 0.02}  # seconds after each step
 
 
-def check(outcome, rounds=TINY["rounds"]):
+def check(outcome, updates=TINY["updates"]):
     """What holds of every fleet that has come to its end."""
     summary = outcome.result.summary
-    assert summary["complete"] and summary["arrivals"] == rounds
-    assert summary["messages"]["upload"] == rounds
+    assert summary["complete"] and summary["arrivals"] == updates
+    assert summary["messages"]["upload"] == updates
     done = sum(client["acknowledged"] for client in outcome.clients.values())
-    assert done == rounds
-    assert outcome.result.history[-1]["round"] == rounds
+    assert done == updates
+    assert outcome.result.history[-1]["updates"] == updates
     assert outcome.result.history[-1]["clients"] == 4
     verdict = verify(outcome.folder / "server")
     assert verdict.wrong == [] and verdict.checked == verdict.records
@@ -38,14 +38,14 @@ def check(outcome, rounds=TINY["rounds"]):
 def test_a_strategy_runs_over_the_network(strategy, tmp_path):
     outcome = run_fleet(tmp_path, SLOW, strategy=strategy)
     check(outcome)
-    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    assert trained_as_simulated(tmp_path)[0] >= TINY["updates"]
     assert outcome.result.staleness_mean > 0
 
 
 def test_cohorts_start_together_and_are_waited_for(tmp_path):
-    outcome = run_fleet(tmp_path, SLOW, strategy="fedavg", slots=3)
+    outcome = run_fleet(tmp_path, SLOW, strategy="fedavg", concurrency=3)
     check(outcome)
-    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    assert trained_as_simulated(tmp_path)[0] >= TINY["updates"]
     inside, largest, starting = set(), 0, False
     for line in (tmp_path / "server" / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -61,7 +61,7 @@ def test_cohorts_start_together_and_are_waited_for(tmp_path):
 
 
 def test_multicasts_reach_clients_in_training_between_two_steps(tmp_path):
-    outcome = run_fleet(tmp_path, {2: 0.03, 3: 0.03}, strategy="pace:omega=3", rounds=40)
+    outcome = run_fleet(tmp_path, {2: 0.03, 3: 0.03}, strategy="pace:omega=3", updates=40)
     check(outcome, 40)
     swapped = [record.swapped for record in outcome.records(Continued)]
     assert any(found.step for found in swapped), "none came in the middle of a training"
@@ -73,7 +73,7 @@ def test_multicasts_reach_clients_in_training_between_two_steps(tmp_path):
 
 
 def test_urgent_requests_end_a_training_with_its_epoch(tmp_path):
-    options = {"strategy": "port:bound=1,buffer_size=1", "epochs": 30, "rounds": 30}
+    options = {"strategy": "port:bound=1,buffer_size=1", "epochs": 30, "updates": 30}
     outcome = run_fleet(tmp_path, {0: 0.001, 1: 0.001, 2: 0.001, 3: 0.02}, **options)
     check(outcome, 30)
     hurried = [e for e in outcome.heard["client-3"] if e["event"] == "hurried"]
@@ -86,7 +86,7 @@ def test_urgent_requests_end_a_training_with_its_epoch(tmp_path):
 def test_masks_travel_with_updates(tmp_path):
     outcome = run_fleet(tmp_path, strategy="casa+:s_0=0.5")
     check(outcome)
-    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    assert trained_as_simulated(tmp_path)[0] >= TINY["updates"]
     masks = [record.upload.extras["mask"] for record in outcome.records(Offered)]
     assert all(mask.dtype == torch.uint8 for mask in masks)
 
@@ -94,7 +94,7 @@ def test_masks_travel_with_updates(tmp_path):
 def test_clients_choose_among_models(tmp_path):
     outcome = run_fleet(tmp_path, strategy="ifca:k=2")
     check(outcome)
-    assert trained_as_simulated(tmp_path)[0] >= TINY["rounds"]
+    assert trained_as_simulated(tmp_path)[0] >= TINY["updates"]
     choices = {int(record.upload.extras["choice"]) for record in outcome.records(Offered)}
     assert choices <= {0, 1}
     assert outcome.result.clusters is not None
@@ -111,7 +111,7 @@ def test_a_personal_head_never_leaves_its_client(tmp_path):
     outcome = run_fleet(tmp_path, through=through, **hidden)
     check(outcome)
     compared, node = trained_as_simulated(tmp_path)
-    assert compared >= TINY["rounds"]
+    assert compared >= TINY["updates"]
     seen = bytes(taps[0].up) + bytes(taps[0].down)
     served = node.server.strategy.serve(0)
     assert served.numpy().tobytes()[:64] in seen, "what is shared is seen by whoever listens"
@@ -128,19 +128,19 @@ def test_a_personal_head_never_leaves_its_client(tmp_path):
 
 def test_compressed_updates_are_as_small_on_the_wire_as_they_are_said_to_be(tmp_path):
     """And the defence of a server is replayed with the rest."""
-    taps, rounds, size = [], 8, 12 * 512 + 512 + 512 * 4 + 4
+    taps, updates, size = [], 8, 12 * 512 + 512 + 512 * 4 + 4
 
     def through(where):
         taps.append(Tap(where))
         return taps[0].address
 
     given = {"compress": "int8", "defend": "norm:times=0.9", "model": "mlp:hidden=[512]"}
-    outcome = run_fleet(tmp_path, through=through, strategy="fedasync", rounds=rounds, **given)
-    check(outcome, rounds)
-    assert trained_as_simulated(tmp_path)[0] >= rounds  # what is left out is kept for later
+    outcome = run_fleet(tmp_path, through=through, strategy="fedasync", updates=updates, **given)
+    check(outcome, updates)
+    assert trained_as_simulated(tmp_path)[0] >= updates  # what is left out is kept for later
     said = outcome.result.messages["upload_bytes"]
-    assert said == rounds * (size + 4 * -(-size // 256))
-    assert said < len(taps[0].up) < rounds * 4 * size / 2
+    assert said == updates * (size + 4 * -(-size // 256))
+    assert said < len(taps[0].up) < updates * 4 * size / 2
     for record in outcome.records(Offered):
         assert record.upload.vector.dtype == torch.int8 and len(record.upload.vector) == size
     assert outcome.result.defence["changed"] > 0
@@ -148,7 +148,7 @@ def test_compressed_updates_are_as_small_on_the_wire_as_they_are_said_to_be(tmp_
 
 def test_noise_is_unknown_to_the_server(tmp_path):
     """It knows the seed of everything else."""
-    outcome = run_fleet(tmp_path, strategy="fedasync", rounds=8, dp="clip=1,noise=2")
+    outcome = run_fleet(tmp_path, strategy="fedasync", updates=8, dp="clip=1,noise=2")
     check(outcome, 8)
     with pytest.raises(AssertionError, match="differs"):
         trained_as_simulated(tmp_path)
@@ -180,7 +180,7 @@ def test_the_folder_of_a_server_holds_what_a_run_leaves(tmp_path):
     assert {row["name"] for row in rows} == {f"client-{number}" for number in range(4)}
     assert list(rows[0]) == [
         *("client", "name", "group", "samples", "tested", "slowdown", "seconds", "updates"),
-        *("staleness", "round", "accuracy", "accuracy_adapted"),
+        *("staleness", "updates", "accuracy", "accuracy_adapted"),
     ]
     assert sum(int(row["updates"]) for row in rows) == outcome.result.arrivals
     total = sum(int(row["updates"]) * float(row["staleness"] or 0) for row in rows)

@@ -34,7 +34,7 @@ from polytempo.experiments.replay import differences, verify
 from polytempo.network.fleet.store import history
 from polytempo.training import problem_for
 
-SMALL = ("--data", TINY["data"], "--model", "linear", "--rounds", 12, "--epochs", 1)
+SMALL = ("--data", TINY["data"], "--model", "linear", "--updates", 12, "--epochs", 1)
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ def test_a_strategy_without_a_server_is_sent_elsewhere():
 
 
 def test_a_server_without_data_is_told_their_shape():
-    config = make_config({"clients": 7, "problem": "regression", "rounds": 80})
+    config = make_config({"clients": 7, "problem": "regression", "updates": 80})
     complete, samples = known(config, for_fleet(config), "3x8x8", 2)
     assert samples.inputs.shape == (3, 8, 8) and complete.clients == 7
-    assert complete.eval_every == 2 and complete.slots == 4
+    assert complete.eval_every == 2 and complete.concurrency == 4
     assert figures_of(problem_of(complete, samples), samples) >= {"squared", "y.0", "y.1"}
     for given, said in (
         (("3xx", 2), "as in 3x32x32"),
@@ -83,9 +83,9 @@ def test_deadlines_are_read():
 
 
 def test_what_a_server_waits_for_and_its_limits_are_in_a_table_of_their_own():
-    given = {"rounds": 9, "server": {"wait-for": 3, "limits": {"ping-after": 2}}}
+    given = {"updates": 9, "server": {"wait-for": 3, "limits": {"ping-after": 2}}}
     assert server_table(given) == {"wait_for": 3, "limits": {"ping_after": 2}}
-    assert given == {"rounds": 9}
+    assert given == {"updates": 9}
     assert server_table({}) == {"wait_for": 1, "limits": {}}
     assert read_limits("messages=20, memory=4e9") == {"messages": 20.0, "memory": 4e9}
     for wrong, said in (
@@ -191,13 +191,13 @@ def test_a_run_that_was_interrupted_goes_on_and_may_be_extended(tmp_path):
     for changed, said in (({"lr": 0.5}, "lr"), ({"strategy": "fedasync"}, "strategy")):
         with pytest.raises(AssertionError, match=f"was made with {said} = "):
             run_fleet(tmp_path, **changed)
-    second = run_fleet(tmp_path, rounds=30)
+    second = run_fleet(tmp_path, updates=30)
     assert second.result.summary["complete"] and second.result.summary["arrivals"] == 30
     assert verify(tmp_path / "server").wrong == []
-    history = [row["round"] for row in second.result.history]
+    history = [row["updates"] for row in second.result.history]
     assert history == sorted(history) and history[-1] == 30
-    with pytest.raises(AssertionError, match="ask for more --rounds than 12"):
-        run_fleet(tmp_path, rounds=12)
+    with pytest.raises(AssertionError, match="ask for more --updates than 12"):
+        run_fleet(tmp_path, updates=12)
 
 
 def test_a_server_ends_with_130_when_it_is_interrupted(tmp_path):
@@ -255,13 +255,13 @@ def test_a_fleet_of_processes_from_nothing_to_a_table_and_again(polytempo, tmp_p
     table = polytempo("replay", server, "--strategy", "fedbuff")
     assert "fedasync, recorded" in table.out and "fedbuff, simulated" in table.out
     assert "is not the folder of a server" in polytempo("replay", tmp_path / "f").error
-    more = polytempo("fleet", *settings, "--rounds", 16, "--json").json
+    more = polytempo("fleet", *settings, "--updates", 16, "--json").json
     assert more["complete"] and more["arrivals"] == 16
 
 
 def test_a_fleet_with_data_of_its_own_is_replayed_on_them(polytempo, tmp_path):
     """The files are called as the clients are, and so is who was there when."""
-    run_fleet(tmp_path, strategy="fedasync", rounds=8)
+    run_fleet(tmp_path, strategy="fedasync", updates=8)
     server, data = tmp_path / "server", tmp_path / "data"
     config = server / "config.toml"
     lines = config.read_text().splitlines()
@@ -280,7 +280,7 @@ def test_a_fleet_with_data_of_its_own_is_replayed_on_them(polytempo, tmp_path):
 
 
 def test_a_log_that_leads_elsewhere_is_noticed(tmp_path):
-    run_fleet(tmp_path, strategy="fedasync", rounds=8)
+    run_fleet(tmp_path, strategy="fedasync", updates=8)
     events = tmp_path / "server" / "events.jsonl"
     events.write_text(events.read_text().replace('"upload"', '"drop"', 1))
     assert "is not that of events.jsonl" in verify(tmp_path / "server").wrong[0]

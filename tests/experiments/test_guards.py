@@ -16,7 +16,7 @@ from polytempo.experiments.result import about_guards
 from polytempo.experiments.run import make_simulator, poisoned
 from polytempo.simulation.guards import epsilon
 
-USUAL = {"model": "linear", "rounds": 30, "epochs": 1, "lr": 0.1, "adapt_epochs": 0, "seed": 2}
+USUAL = {"model": "linear", "updates": 30, "epochs": 1, "lr": 0.1, "adapt_epochs": 0, "seed": 2}
 ALL = {
     "dp": "clip=2,noise=0.5",
     "compress": "int8:16",
@@ -59,7 +59,7 @@ def test_figures_speak_of_all_four(small, tmp_path, monkeypatch):
 def test_a_run_is_resumed_bit_for_bit(small, tmp_path, monkeypatch):
     monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: False)
     given = {**USUAL, **ALL, "strategy": "pace", "out": tmp_path / "a"}
-    simulate(small, **{**given, "rounds": 14})
+    simulate(small, **{**given, "updates": 14})
     resumed = simulate(small, **given, resume=True)
     whole = simulate(small, **{**given, "eval_every": resumed.simulator.eval_every, "out": None})
     assert resumed.fingerprint == whole.fingerprint
@@ -70,7 +70,7 @@ def test_a_run_is_resumed_bit_for_bit(small, tmp_path, monkeypatch):
 
 
 def test_solvers_agree_and_workers_do_not_matter(small):
-    given = {**USUAL, **ALL, "strategy": "fedbuff", "rounds": 12}
+    given = {**USUAL, **ALL, "strategy": "fedbuff", "updates": 12}
     serial = simulate(small, **given, solver="torch", backend="serial")
     spread = simulate(small, **given, solver="torch", backend="processes", workers=2)
     native = simulate(small, **given, solver="native", backend="serial")
@@ -83,7 +83,7 @@ def test_fewer_bytes_take_less_time(small):
     """Uploads alone are compressed: at 1 Mbit/s, what is not sent is not waited for."""
     given = {**USUAL, "strategy": "fedavg", "network": "uniform:low=1,high=1", "devices": "equal"}
     plain, packed = (simulate(small, **given, compress=c) for c in (None, "topk:0.1"))
-    cohorts = plain.messages["dispatch"] / plain.simulator.slots
+    cohorts = plain.messages["dispatch"] / plain.simulator.concurrency
     saved = (4 * plain.parameters - 8 * int(np.ceil(0.1 * plain.parameters))) * 8 / 1e6
     assert plain.simulated_time - packed.simulated_time == pytest.approx(
         (cohorts - 1) * saved, rel=0.15
@@ -108,7 +108,7 @@ class Nothing(Attack):
 
 
 def test_an_attack_of_ones_own(small):
-    given = {**USUAL, "strategy": "fedasync:alpha=1", "slots": 1, "rounds": 6}
+    given = {**USUAL, "strategy": "fedasync:alpha=1", "concurrency": 1, "updates": 6}
     name = f"{__name__}:Nothing:share=0.99"
     config = make_config({**given, "attack": name}, "test")
     engine = make_simulator(config, small, "linear")
@@ -128,7 +128,7 @@ def test_a_defence_helps(small):
     given = {
         **USUAL,
         "strategy": "fedavg",
-        "rounds": 120,
+        "updates": 120,
         "attack": "sign-flip:share=0.25,times=20",
     }
     open_, shut = (simulate(small, **given, defend=d).accuracy for d in (None, "norm:times=1"))

@@ -11,7 +11,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.experiments.config import make_config
 from polytempo.experiments.jobs import Order, carry_out_all
 
-SETTINGS = {"data": "digits", "clients": 5, "limit": 200, "rounds": 12, "epochs": 1, "workers": 1}
+SETTINGS = {"data": "digits", "clients": 5, "limit": 200, "updates": 12, "epochs": 1, "workers": 1}
 
 
 def orders(folder, *strategies, **more):
@@ -36,7 +36,9 @@ def test_two_at_once_give_the_same_results_as_one(tmp_path):
     names, seen = ["pace", "fedavg", "majority"], {}
 
     def watch(label):
-        return lambda done, rounds, state: seen.setdefault(label, []).append((done, rounds, state))
+        return lambda done, updates, state: seen.setdefault(label, []).append(
+            (done, updates, state)
+        )
 
     for at_once in (1, 2):
         made = carry_out_all(orders(tmp_path / str(at_once), *names), at_once, watch)
@@ -64,11 +66,11 @@ def test_an_error_names_the_run(tmp_path):
 
 
 def test_an_interrupt_leaves_what_can_be_resumed(tmp_path):
-    long = {"rounds": 100_000, "eval_every": 50}
+    long = {"updates": 100_000, "eval_every": 50}
     begun = []
 
     def watch(label):
-        def report(done, rounds, state):
+        def report(done, updates, state):
             if done > 20 and label not in begun:
                 begun.append(label)
                 if len(begun) == 2:
@@ -87,14 +89,14 @@ def test_an_interrupt_leaves_what_can_be_resumed(tmp_path):
 
 def test_a_process_that_is_killed_is_an_error_that_says_what_to_do(tmp_path):
     def watch(label):
-        def report(done, rounds, state):
+        def report(done, updates, state):
             for child in multiprocessing.active_children():
                 os.kill(child.pid, signal.SIGKILL)
 
         return report
 
     with pytest.raises(PolytempoError, match="ended with code -9; run the same command again"):
-        list(carry_out_all(orders(tmp_path, "pace", rounds=100_000), 2, watch))
+        list(carry_out_all(orders(tmp_path, "pace", updates=100_000), 2, watch))
 
 
 def test_an_interrupt_before_a_run_has_begun_is_no_error(tmp_path):

@@ -13,7 +13,7 @@ from polytempo.experiments.peer_settings import PEER_SETTINGS, SERVER, SIMULATED
 
 TINY = (
     *("--data", "digits", "--limit", 200, "--clients", 4, "--model", "linear"),
-    *("--rounds", 24, "--eval-every", 4, "--adapt-epochs", 1, "--batch-size", 16),
+    *("--updates", 24, "--eval-every", 4, "--adapt-epochs", 1, "--batch-size", 16),
 )
 P2P = "p2p:decision=always,local_steps=3"
 
@@ -38,7 +38,7 @@ def test_a_run_of_peers_leaves_a_folder_as_any_other(polytempo, tmp_path, monkey
     assert sent["exchange"] > 0 and sent["exchange"] % 2 == 0
     assert sent["exchange_bytes"] == sent["exchange"] * 4 * found["parameters"]
     history = rows(place / "history.csv")
-    assert [int(row["round"]) for row in history] == [0, 4, 8, 12, 16, 20, 24]
+    assert [int(row["updates"]) for row in history] == [0, 4, 8, 12, 16, 20, 24]
     assert int(history[-1]["messages"]) == sent["exchange"]
     each = rows(place / "peers.csv")
     assert len(each) == 4 * len(history)
@@ -58,7 +58,7 @@ def test_rounds_do_not_cut_off_a_target(polytempo, tmp_path):
     found = polytempo("run", *TINY, *options).json
     assert [peer["iterations"] for peer in found["peers"]] == [30] * 4
     assert found["arrivals"] == 40
-    assert "rounds = 40" in (tmp_path / "run" / "config.toml").read_text()
+    assert "updates = 40" in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_peers_go_on_where_they_were_interrupted(polytempo, tmp_path, interrupt):
@@ -69,14 +69,14 @@ def test_peers_go_on_where_they_were_interrupted(polytempo, tmp_path, interrupt)
     rest = polytempo("run", "--resume", place, "--json").json
     assert rest["fingerprint"] == whole["fingerprint"]
     assert rest["peers"] == whole["peers"]
-    outcome = polytempo("run", "--resume", place, "--rounds", 48)
+    outcome = polytempo("run", "--resume", place, "--updates", 48)
     assert "18 iterations" in outcome.error and "36" in outcome.error
 
 
 def test_peers_and_servers_side_by_side(polytempo, tmp_path, monkeypatch):
     monkeypatch.undo()  # with plots
     methods = (P2P, "p2p:decision=never", "fedavg", "fedsgd", "standalone")
-    given = (*TINY, "--steps", 3, "--messages", 10, "--slots", 4, "--out", tmp_path)
+    given = (*TINY, "--steps", 3, "--messages", 10, "--concurrency", 4, "--out", tmp_path)
     found = polytempo("compare", *methods, *given, "--json").json
     models = [
         sum(run["messages"].get(k, 0) for k in ("dispatch", "upload", "multicast", "exchange"))
@@ -160,15 +160,15 @@ def test_table_1_gives_all_methods_one_budget_and_as_many_iterations():
         settings = {row: table.config(row, column, 0, quick=False) for row in table.rows}
         clients, budget = settings["p2p"].clients, settings["p2p"].messages
         assert {config.messages for config in settings.values()} == {budget}
-        assert {config.slots for config in settings.values()} == {clients}
+        assert {config.concurrency for config in settings.values()} == {clients}
         local = settings["p2p"].strategy_table["local_steps"]
-        target = settings["p2p"].rounds // clients * local
+        target = settings["p2p"].updates // clients * local
         assert target == 250_000
         assert 2 * target / local == budget  # two messages in a local round of all
         cohorts = budget // (2 * clients)
         assert settings["fedavg"].steps * cohorts == target
         for row in ("fedavg", "fedsgd"):
-            assert settings[row].rounds >= cohorts * clients
+            assert settings[row].updates >= cohorts * clients
             schedule = settings[row].make("lr_schedule")
             hundred = column.startswith("cifar100/")
             stones, gamma = ((0.3, 0.6, 0.8), 0.2) if hundred else ((0.5, 0.75), 0.1)
@@ -186,7 +186,7 @@ def test_the_slow_peer_is_slower():
     ):
         config = fastslow.config(row, column, 0, quick=False)
         assert sorted(config.make("devices").factors(config.clients, 0)) == [1, factor]
-        assert config.rounds // config.clients * config.strategy_table["local_steps"] == 2000
+        assert config.updates // config.clients * config.strategy_table["local_steps"] == 2000
 
 
 def test_along_the_run_only_the_budget_and_the_evaluations_differ():

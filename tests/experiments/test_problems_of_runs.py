@@ -18,7 +18,7 @@ from polytempo.experiments.result import read_result
 from polytempo.simulation.metrics import MODELS
 
 SHORT = (
-    *("--clients", "4", "--rounds", "8", "--eval-every", "2"),
+    *("--clients", "4", "--updates", "8", "--eval-every", "2"),
     *("--adapt-epochs", "1", "--backend", "serial"),
 )
 TINY = (*SHORT, "--epochs", "1")
@@ -73,7 +73,7 @@ def test_the_command_runs_it_and_everything_names_the_metric(case, polytempo, pl
 @pytest.fixture(scope="module")
 def regression():
     fed = pt.Federation.load("diabetes", clients=4, seed=0)
-    return pt.simulate(fed, strategy="fedavg", rounds=12, eval_every=2, adapt_epochs=1)
+    return pt.simulate(fed, strategy="fedavg", updates=12, eval_every=2, adapt_epochs=1)
 
 
 def test_python_has_the_figures_under_their_names_and_under_a_common_one(regression):
@@ -106,7 +106,7 @@ def test_time_to_a_low_error_is_the_first_time_below_it(regression):
 def test_names_that_a_metric_must_not_have_are_those_that_results_use():
     fed = pt.Federation.load("digits", clients=4, limit=80, seed=0)
     for strategy in ("fedavg", "p2p"):
-        found = pt.simulate(fed, strategy=strategy, rounds=4, adapt_epochs=0)
+        found = pt.simulate(fed, strategy=strategy, updates=4, adapt_epochs=0)
         used = {*found.summary, *found.history[-1], *(found.peers or [{}])[0]}
         used |= {name for name in dir(found) if not name.startswith("_")}
         own = {name for name in used if name.split("_")[0] in ("accuracy", "top5", "loss")}
@@ -118,11 +118,11 @@ def test_names_that_a_metric_must_not_have_are_those_that_results_use():
 def test_a_figure_that_is_infinite_is_null_in_json(strategy, tmp_path):
     """A perplexity may be; JSON has no word for it."""
     fed = pt.Federation.load("synthetic-text:samples=12,tokens=4", clients=4, seed=0)
-    late = {} if strategy == "p2p" else {"dropout": "join:share=0.5,round=2", "epochs": 1}
+    late = {} if strategy == "p2p" else {"dropout": "join:share=0.5,updates=2", "epochs": 1}
     given = {"strategy": strategy, "lr": 1e5, "adapt_epochs": 0, "events": True, **late}
-    for rounds in (4, 8) if late else (8,):  # peers cannot be extended
-        place = {"out": tmp_path, "resume": rounds > 4}
-        found = pt.simulate(fed, rounds=rounds, eval_every=2, **given, **place)
+    for updates in (4, 8) if late else (8,):  # peers cannot be extended
+        place = {"out": tmp_path, "resume": updates > 4}
+        found = pt.simulate(fed, updates=updates, eval_every=2, **given, **place)
     assert any(math.isinf(row["perplexity"]) for row in found.history)
     strict_json = partial(json.loads, parse_constant=pytest.fail)
     summary = strict_json((tmp_path / "result.json").read_text())
@@ -164,7 +164,7 @@ def test_a_comparison_is_about_the_metric(compared):
         assert not times or float(row["seconds_to_target"]) == pytest.approx(times[0])
     assert "s to mse 0.5" in outcome.out
     assert {path.name for path in folder.glob("*.png")} == {
-        *(f"mse_{x}.png" for x in ("time", "rounds", "messages")),
+        *(f"mse_{x}.png" for x in ("time", "updates", "messages")),
         "distribution.png",
     }
     text = (folder / "report.html").read_text()
@@ -191,7 +191,7 @@ def test_a_target_must_be_a_number_or_a_strategy(target, compared, polytempo):
 
 def test_results_of_different_metrics_are_not_put_into_one_table(compared, regression):
     fed = pt.Federation.load("digits", clients=4, limit=80, seed=0)
-    other = pt.simulate(fed, strategy="fedavg", rounds=2, epochs=1, adapt_epochs=0)
+    other = pt.simulate(fed, strategy="fedavg", updates=2, epochs=1, adapt_epochs=0)
     with pytest.raises(PolytempoError, match=r"b, seed 0, was judged by accuracy.* about mse"):
         Comparison({"a": [regression], "b": [other]}, regression.metric, "a", True, {})
 

@@ -36,14 +36,14 @@ title = "A paper"
 remarks = ["Nobody has read this paper."]
 [settings]
 clients = 6
-slots = 2
-rounds = 12
+concurrency = 2
+updates = 12
 eval_every = 2
 epochs = 1
 adapt_epochs = 1
 [quick]
 clients = 4
-rounds = 8
+updates = 8
 limit = 100
 [datasets.digits]
 title = "Digits"
@@ -126,7 +126,7 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["majority", "p2p:local_steps=2"])
 def test_what_a_strategy_ignores_does_not_hide_its_runs(polytempo, paper, strategy):
-    """A reference has rounds of its own, and peers know no steps of a server's clients."""
+    """A reference has updates of its own, and peers know no steps of a server's clients."""
     more = f'[strategies.odd]\nlabel = "odd"\nstrategy = "{strategy}"\nsettings = {{ steps = 3 }}\n'
     folder = paper[1].parent / "papers/tiny"
     (folder / "common.toml").write_text(COMMON + more)
@@ -177,15 +177,15 @@ def test_all_settings_of_every_file_are_valid(name, quick):
                     MODELS.create(config.model)
                 known = {info.name for info in available()}
                 assert config.data.partition(":")[0] in known
-                assert config.slots is None or config.slots <= config.clients
+                assert config.concurrency is None or config.concurrency <= config.clients
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("pace/", "casa/"))])
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_run_can_have_another_length(name, quick):
-    experiment = load_experiment(name, rounds=70)
+    experiment = load_experiment(name, updates=70)
     for column, row in itertools.product(experiment.columns, experiment.rows):
-        assert experiment.config(row, column, 0, quick).rounds == 70
+        assert experiment.config(row, column, 0, quick).updates == 70
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -223,7 +223,7 @@ def test_the_setting_is_that_of_section_v():
     experiment = load_experiment("pace/table2")
     for column in ("emnist/c10", "cifar10/dir0.1", "agnews/dir0.3"):
         found = experiment.config("pace", column, 0, False)
-        assert (found.clients, found.slots, found.rounds, found.epochs) == (100, 10, 2000, 5)
+        assert (found.clients, found.concurrency, found.updates, found.epochs) == (100, 10, 2000, 5)
         assert found.batch_size == 64
         assert found.task().optimizer == Sgd(momentum=0.9, weight_decay=1e-4)
         assert found.lr == 0.01
@@ -260,8 +260,8 @@ def test_hyper_parameters_are_those_of_section_v(row, expected):
 def test_every_users_trainings_are_as_many_where_clients_are_fewer():
     experiment = load_experiment("pace/table2")
     a, b = (experiment.config("pace", c, 0, False) for c in ("cifar10/c2", "uci_har/users"))
-    assert a.rounds / a.clients == b.rounds / b.clients
-    assert a.slots / a.clients == b.slots / b.clients
+    assert a.updates / a.clients == b.updates / b.clients
+    assert a.concurrency / a.clients == b.concurrency / b.clients
 
 
 def test_published_figures_agree_where_the_paper_gives_them_twice():
@@ -297,10 +297,10 @@ def test_quick_is_small_for_every_column():
         experiment = load_experiment(name)
         for column in experiment.columns:
             config = experiment.config(experiment.rows[0], column, 0, True)
-            uploads = min(config.rounds, 10 * (config.versions or config.rounds))
+            uploads = min(config.updates, 10 * (config.versions or config.updates))
             samples = config.batch_size if config.steps else config.limit / config.clients
             assert uploads * config.epochs * samples < 51_000
-            steps = min(config.rounds, config.versions or config.rounds)
+            steps = min(config.updates, config.versions or config.updates)
             assert steps >= 4 * config.eval_every  # enough to speak of convergence
 
 
@@ -315,10 +315,10 @@ def test_the_setting_of_ace_is_that_of_its_appendix_f4():
         assert found.steps == (1 if row == "fedbuff" else None)  # others upload a gradient
         assert found.devices["name"] == "exponential"
         buffered = row in ("ca2fl", "fedbuff")
-        assert found.slots == (20 if buffered else None)  # None: all clients, see below
+        assert found.concurrency == (20 if buffered else None)  # None: all clients, see below
         assert found.strategy_table.get("buffer_size", 1) == (10 if buffered else 1)
-        assert found.rounds >= 500 * (10 if buffered else 1)
-        assert buffered or found.make("strategy").all_slots
+        assert found.updates >= 500 * (10 if buffered else 1)
+        assert buffered or found.make("strategy").all_train
         grid = [choice["server_lr"] for choice in experiment.choices(row, False)]
         assert grid == [0.01, 0.03, 0.1, 0.3]  # the same for each method, on a gradient ...
         assert min(grid) < 0.2 * (100 / 500) ** 0.5 < max(grid)  # ... around the paper's
@@ -363,7 +363,7 @@ def test_table_2_says_that_local_steps_and_delays_harm():
 def test_the_setting_of_table_a2_is_that_of_table_a6():
     experiment = load_experiment("ace/tablea2")
     assert {
-        load_experiment("ace/tablea2", rounds=100).config(row, column, 0, False).rounds
+        load_experiment("ace/tablea2", updates=100).config(row, column, 0, False).updates
         for row in experiment.rows
         for column in experiment.columns
     } == {100}
@@ -371,9 +371,9 @@ def test_the_setting_of_table_a2_is_that_of_table_a6():
         found = experiment.config(row, "newsgroups20/dir0.1", 0, False)
         assert (found.clients, found.steps, found.batch_size, found.lr) == (20, 1, 32, 5e-4)
         assert found.optimizer["name"] == "adamw" and found.trainable == "lora:r=8,alpha=16"
-        assert (found.rounds, found.versions) == (500, None)
+        assert (found.updates, found.versions) == (500, None)
         buffered = row in ("ca2fl-way", "fedbuff-way")
-        assert found.slots == (10 if buffered else None)
+        assert found.concurrency == (10 if buffered else None)
         assert found.strategy_table.get("buffer_size", 1) == (10 if buffered else 1)
         assert found.strategy_table["server_lr"] == found.strategy_table.get("buffer_size", 1)
     ranked = ["vanilla", "delay-adaptive", "fedbuff", "ca2fl", "aced", "ace"]
@@ -389,10 +389,10 @@ def test_at_equal_uploads_only_the_end_of_a_run_and_the_rates_differ():
     column = "cifar10-steps/dir0.1-beta30"
     for row in set(uploads.rows) - {"pooled"}:
         config = uploads.config(row, column, 0, False)
-        assert config.rounds == 5000
+        assert config.updates == 5000
         assert config.versions == (5000 if row.endswith("-5000") else 500)
         other = steps.config(row.removesuffix("-5000"), column, 0, False)
-        ends = {"rounds": 0, "versions": 0, "eval_every": 0}
+        ends = {"updates": 0, "versions": 0, "eval_every": 0}
         assert config.model_copy(update=ends) == other.model_copy(update=ends)
 
 
@@ -415,7 +415,10 @@ def test_the_map_covers_every_pair_of_heterogeneity_and_delay():
         config = experiment.config("ace", column, 0, False)
         alpha, beta = experiment.column(column)[1].at
         assert config.partition["alpha"] == float(alpha)
-        assert (config.slots, config.refill) == (int(beta) + 1, "idle")  # mean staleness is beta
+        assert (config.concurrency, config.refill) == (
+            int(beta) + 1,
+            "idle",
+        )  # mean staleness is beta
         seen.add((alpha, beta))
     assert len(seen) == 16
 
@@ -424,7 +427,9 @@ def test_beta_is_nothing_but_the_unit_of_time_where_everybody_computes():
     """Which is why there is one beta only."""
     federation = Federation.load("digits", clients=8, limit=200)
     five, thirty = (
-        simulate(federation, model="linear", strategy="ace", rounds=60, devices=devices, slots=8)
+        simulate(
+            federation, model="linear", strategy="ace", updates=60, devices=devices, concurrency=8
+        )
         for devices in ("exponential:beta=5", "exponential:beta=30")
     )
     assert five.history[-1]["version"] > 10
@@ -442,14 +447,19 @@ def test_the_setting_of_casa_is_that_of_its_appendix_a2():
     for column in ("mnist/groups", "cifar10/groups"):
         for row in experiment.rows:
             found = experiment.config(row, column, 0, False)
-            assert (found.clients, found.slots, found.batch_size, found.lr) == (100, 100, 10, 0.01)
+            assert (found.clients, found.concurrency, found.batch_size, found.lr) == (
+                100,
+                100,
+                10,
+                0.01,
+            )
             assert found.partition["proportions"] == [0.2, 0.2, 0.3, 0.3]
             assert found.partition["alpha"] == 1
             strategy = found.make("strategy")
             if strategy.engine == "reference":
                 continue
             refill = found.refill or strategy.refill
-            assert refill == ("cohort" if row in synchronous else "same") or strategy.all_slots
+            assert refill == ("cohort" if row in synchronous else "same") or strategy.all_train
             devices = found.make("devices").factors(100, 0)
             assert sorted(devices) == [1.0] * 70 + [5.0] * 30
     targets = [experiment.column(column)[1].target for column in experiment.columns]
@@ -467,12 +477,12 @@ def test_the_setting_of_casa_is_that_of_its_appendix_a2():
         table = experiment.config(row, "cifar10/groups", 0, False).strategy_table
         assert {key: table[key] for key in options} == options
     sparse = experiment.config("casa+", "cifar10/groups", 0, False)
-    assert sparse.strategy_table["r_end"] == sparse.rounds
+    assert sparse.strategy_table["r_end"] == sparse.updates
     lengths = [
-        experiment.config(row, "cifar10/groups", 0, False).strategy_table["rounds"]
+        experiment.config(row, "cifar10/groups", 0, False).strategy_table["updates"]
         for row in ("icfl", "icfl-async")
     ]
-    assert lengths == [sparse.rounds / sparse.slots, sparse.rounds]
+    assert lengths == [sparse.updates / sparse.concurrency, sparse.updates]
 
 
 def test_published_figures_of_casa_say_what_its_text_says():
@@ -518,16 +528,16 @@ title = "Clusters"
 remarks = []
 [settings]
 clients = 8
-slots = 8
+concurrency = 8
 refill = "same"
-rounds = 64
+updates = 64
 eval_every = 8
 epochs = 1
 batch_size = 10
 lr = 0.05
 adapt_epochs = 0
 [quick]
-rounds = 16
+updates = 16
 [datasets.synthetic]
 title = "Synthetic"
 settings = { data = "synthetic:groups=2,samples=30", model = "linear" }
@@ -753,11 +763,11 @@ def test_an_interrupt_shows_what_is_there_and_the_next_call_goes_on(paper, polyt
 def test_runs_with_other_settings_are_not_shown(paper, polytempo):
     assert polytempo("reproduce", "tiny/fig1", *paper).code == 0
     file = paper[1] / "tiny/runs/digits-even/pace/seed0/config.toml"
-    file.write_text(file.read_text().replace("rounds = 12", "rounds = 11"))
+    file.write_text(file.read_text().replace("updates = 12", "updates = 11"))
     polytempo("reproduce", "tiny/fig1", "--only", "fedavg", *paper)
     found = rows_of((paper[1] / "tiny/fig1/digits/table.md").read_text(), "Digits, even")
     assert found["PACE"]["handed"] == "-"
-    assert "rounds" in polytempo("reproduce", "tiny/fig1", "--only", "pace", *paper).err
+    assert "updates" in polytempo("reproduce", "tiny/fig1", "--only", "pace", *paper).err
 
 
 def test_another_data_set_in_the_papers_place_has_no_difference(paper, polytempo):
@@ -780,7 +790,7 @@ def test_quick_is_apart_smaller_and_says_so(paper, polytempo):
         assert "QUICK" in said
     assert not (out / "tiny").exists()
     config = read_config(out / "quick/tiny/runs/digits-even/pace/seed0/config.toml")
-    assert (config["clients"], config["rounds"], config["limit"]) == (4, 8, 100)
+    assert (config["clients"], config["updates"], config["limit"]) == (4, 8, 100)
     assert rows_of(text, "Digits, even")["PACE"]["diff."] == "-"
     assert "QUICK" not in polytempo("reproduce", "tiny/fig1", *paper).out
 
@@ -837,7 +847,7 @@ about = "Two methods and their rates."
 columns = ["digits/even"]
 rows = ["asgd", "buffered"]
 figure = "accuracy_weighted"
-against = ["versions", "rounds"]
+against = ["versions", "updates"]
 plot = "heatmap"
 axes = ["split", "method"]
 [paper.accuracy]
@@ -851,7 +861,7 @@ grid = { server_lr = [0.0001, 0.5, 1e39] }
 [strategies.buffered]
 label = "buffered"
 strategy = "fedbuff:buffer_size=3"
-settings = { slots = 3, versions = 4, rounds = 100 }
+settings = { concurrency = 3, versions = 4, updates = 100 }
 """
 
 
@@ -974,40 +984,40 @@ def test_a_table_in_a_pipe_has_a_line_a_row_and_no_empty_columns(paper, polytemp
 
 
 def test_another_length_has_its_own_folder_and_as_many_evaluations(paper, polytempo):
-    outcome = polytempo("reproduce", "tiny/fig1", "--only", "pace", "--rounds", 24, *paper)
+    outcome = polytempo("reproduce", "tiny/fig1", "--only", "pace", "--updates", 24, *paper)
     assert outcome.code == 0
     assert not (paper[1] / "tiny").exists()
     folder = paper[1] / "tiny-rounds24"
     config = read_config(folder / "runs/digits-even/pace/seed0/config.toml")
-    assert (config["rounds"], config["eval_every"]) == (24, 4)
+    assert (config["updates"], config["eval_every"]) == (24, 4)
     text = (folder / "fig1/digits/table.md").read_text()
-    assert "--rounds 24" in text and "Digits, 24 updates, even" in text
+    assert "--updates 24" in text and "Digits, 24 updates, even" in text
     page = (folder / "fig1/digits/report.html").read_text()
-    assert re.search(r"rounds\W+(<[^>]*>\s*)*24\b", page)
+    assert re.search(r"updates\W+(<[^>]*>\s*)*24\b", page)
 
 
 def test_what_depends_on_the_length_follows_it():
-    casa = load_experiment("casa/table1", rounds=20_000)
+    casa = load_experiment("casa/table1", updates=20_000)
     configs = {row: casa.config(row, "mnist/groups", 0, False) for row in casa.rows}
-    assert {config.rounds for config in configs.values()} == {20_000}
+    assert {config.updates for config in configs.values()} == {20_000}
     assert {config.eval_every for config in configs.values()} == {400}  # 50 evaluations
     tables = {row: config.strategy_table for row, config in configs.items()}
-    lengths = tables["casa+"]["r_end"], tables["icfl"]["rounds"], tables["icfl-async"]["rounds"]
+    lengths = tables["casa+"]["r_end"], tables["icfl"]["updates"], tables["icfl-async"]["updates"]
     assert lengths == (20_000, 200, 20_000)
     lines = {line["method"]: line["strategy"] for line in _spelled(casa, dict(configs["icfl"]))}
-    assert lines["CASA+"].endswith("r_end=20000") and ",rounds=200" in lines["ICFL"]
+    assert lines["CASA+"].endswith("r_end=20000") and ",updates=200" in lines["ICFL"]
     assert not casa.comparable("mnist/groups")
     whole = load_experiment("casa/table1")
     assert whole.comparable("mnist/groups") and not whole.comparable("uci_har/users")
-    assert whole.config("casa", "mnist/groups", 0, False).rounds == 50_000
-    assert not load_experiment("pace/table2", rounds=10).comparable("cifar10/dir0.1")
+    assert whole.config("casa", "mnist/groups", 0, False).updates == 50_000
+    assert not load_experiment("pace/table2", updates=10).comparable("cifar10/dir0.1")
 
 
 @pytest.mark.parametrize("name", ["ace/fig2", "p2p/table1"])
 def test_rounds_do_not_end_what_something_else_ends(name):
-    experiment = load_experiment(name, rounds=10)
+    experiment = load_experiment(name, updates=10)
     with pytest.raises(
-        PolytempoError, match=f"{name}: its runs also end after .* --rounds would not"
+        PolytempoError, match=f"{name}: its runs also end after .* --updates would not"
     ):
         experiment.config(experiment.rows[0], experiment.columns[0], 0, False)
 

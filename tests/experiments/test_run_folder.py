@@ -19,7 +19,7 @@ import polytempo as pt
 from polytempo.experiments import run as run_module
 from polytempo.experiments.config import RunConfig, make_config, read_config
 
-SMALL = ("--clients", 6, "--rounds", 12, "--limit", 300, "--adapt-epochs", 1)
+SMALL = ("--clients", 6, "--updates", 12, "--limit", 300, "--adapt-epochs", 1)
 # An arrival of this one takes about a millisecond.
 TINY = (
     *("--clients", 6, "--limit", 120, "--model", "linear", "--epochs", 1),
@@ -110,7 +110,7 @@ def test_the_result_holds_what_the_design_promises(finished):
 def test_the_result_follows_from_the_history(finished):
     found, rows = summary(finished[0]), history(finished[0])
     accuracy = [float(row["accuracy"]) for row in rows]
-    assert [int(row["round"]) for row in rows] == list(range(13))
+    assert [int(row["updates"]) for row in rows] == list(range(13))
     assert found["accuracy"] == pytest.approx(sum(accuracy[-3:]) / 3)
     assert found["accuracy_best"] == max(accuracy)
     assert found["accuracy_adapted"] == float(rows[-1]["accuracy_adapted"])
@@ -144,13 +144,13 @@ def test_the_event_log_agrees_with_the_result(finished):
 
 def test_the_checkpoint_is_safetensors(finished):
     with safe_open(str(finished[0] / "checkpoint.safetensors"), framework="np") as file:
-        assert json.loads(file.metadata()["state"])["server"]["round"] == 12
+        assert json.loads(file.metadata()["state"])["server"]["updates"] == 12
         assert list(file.keys())
 
 
 def test_the_configuration_is_resolved(finished):
     config = make_config(read_config(finished[0] / "config.toml"))
-    assert (config.clients, config.rounds, config.limit) == (6, 12, 300)
+    assert (config.clients, config.updates, config.limit) == (6, 12, 300)
     assert (config.events, config.check) == (True, True)
     text = (finished[0] / "config.toml").read_text()
     for name in ("gamma", "omega", "lr", "momentum", "devices", "network", "seed"):
@@ -164,13 +164,13 @@ def test_without_events_there_is_no_log(polytempo, tmp_path):
 
 def test_each_run_without_out_gets_a_folder_of_its_own(polytempo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ("run", *TINY, "--rounds", 2, "--seed", 4, "--strategy", "fedavg")
+    arguments = ("run", *TINY, "--updates", 2, "--seed", 4, "--strategy", "fedavg")
     assert polytempo(*arguments).code == 0
     assert polytempo(*arguments).code == 0
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
     [first, second] = names
     assert first.startswith("fedavg-digits-") and first.endswith("-seed4")
-    assert "-rounds=2-" in first and "-limit=" in first
+    assert "-updates=2-" in first and "-limit=" in first
     assert second == f"{first}-2"
     assert polytempo(*arguments, "--lr", 0.2).code == 0
     assert len([p for p in (tmp_path / "runs").iterdir() if "-lr=0.2-" in p.name]) == 1
@@ -196,7 +196,7 @@ def test_another_seed_is_another_run(finished, polytempo, tmp_path):
 
 def test_the_event_log_and_the_checks_change_nothing(finished, polytempo, tmp_path):
     bare = tmp_path / "bare"
-    given = ("--clients", 6, "--rounds", 12, "--limit", 300)
+    given = ("--clients", 6, "--updates", 12, "--limit", 300)
     assert polytempo("run", *given, "-o", bare).code == 0
     assert summary(bare)["fingerprint"] == summary(finished[0])["fingerprint"]
 
@@ -218,7 +218,7 @@ def test_the_event_log_and_the_checks_change_nothing(finished, polytempo, tmp_pa
 def test_an_interrupted_run_resumes_bit_by_bit(
     strategy, at, more, polytempo, interrupt, plotless, tmp_path
 ):
-    arguments = ("run", *TINY, "--rounds", 60, "--check", "--strategy", strategy, *more)
+    arguments = ("run", *TINY, "--updates", 60, "--check", "--strategy", strategy, *more)
     assert polytempo(*arguments, "-o", tmp_path / "whole").code == 0
     interrupt(at)
     stopped = polytempo(*arguments, "-o", tmp_path / "halved")
@@ -234,7 +234,7 @@ def test_an_interrupted_run_resumes_bit_by_bit(
 
 
 def test_a_run_may_be_interrupted_again_and_again(polytempo, interrupt, tmp_path):
-    arguments = ("run", *TINY, "--rounds", 40)
+    arguments = ("run", *TINY, "--updates", 40)
     assert polytempo(*arguments, "-o", tmp_path / "whole").code == 0
     interrupt(10)
     assert polytempo(*arguments, "-o", tmp_path / "parts").code == 130
@@ -247,13 +247,13 @@ def test_a_run_may_be_interrupted_again_and_again(polytempo, interrupt, tmp_path
 
 def test_a_polite_kill_is_an_interrupt_too(polytempo, interrupt, tmp_path):
     interrupt(30, signal.SIGTERM)
-    assert polytempo("run", *TINY, "--rounds", 40, "-o", tmp_path / "run").code == 130
+    assert polytempo("run", *TINY, "--updates", 40, "-o", tmp_path / "run").code == 130
     assert summary(tmp_path / "run")["complete"] is False
 
 
 def test_an_interrupted_run_with_json_prints_its_partial_result(polytempo, interrupt, tmp_path):
     interrupt(30)
-    outcome = polytempo("run", *TINY, "--rounds", 40, "--json", "-o", tmp_path / "run")
+    outcome = polytempo("run", *TINY, "--updates", 40, "--json", "-o", tmp_path / "run")
     assert outcome.code == 130
     assert json.loads(outcome.out) == summary(tmp_path / "run")
 
@@ -275,7 +275,7 @@ def test_control_c_in_a_real_terminal_session(polytempo, tmp_path):
     folder = tmp_path / "run"
     command = [Path(sys.executable).with_name("polytempo"), "run", *TINY]
     process = subprocess.Popen(
-        [str(word) for word in [*command, "--rounds", 10**6, "--out", folder]],
+        [str(word) for word in [*command, "--updates", 10**6, "--out", folder]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -294,9 +294,9 @@ def test_control_c_in_a_real_terminal_session(polytempo, tmp_path):
     assert len(history(folder)) == 1 + partial["arrivals"] // 25
     assert (folder / "report.html").exists()
 
-    rounds = partial["arrivals"] + 60
-    assert polytempo("run", "--resume", folder, "--rounds", rounds).code == 0
-    assert polytempo("run", *TINY, "--rounds", rounds, "-o", tmp_path / "whole").code == 0
+    updates = partial["arrivals"] + 60
+    assert polytempo("run", "--resume", folder, "--updates", updates).code == 0
+    assert polytempo("run", *TINY, "--updates", updates, "-o", tmp_path / "whole").code == 0
     same(folder, tmp_path / "whole")
 
 
@@ -311,7 +311,7 @@ save, saved = run.save_state, []
 
 def save_and_die(path, state, keep):
     save(path, state, keep)
-    saved.append(state["server"]["round"])
+    saved.append(state["server"]["updates"])
     if saved[-1] >= 20:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -322,7 +322,7 @@ cli.main()
 
 def test_a_killed_run_resumes_bit_by_bit(polytempo, tmp_path):
     """SIGKILL right after a checkpoint: what the event log held in memory is lost."""
-    arguments = ("run", *TINY, "--rounds", 40)
+    arguments = ("run", *TINY, "--updates", 40)
     done = subprocess.run(
         [sys.executable, "-c", KILLED, *map(str, arguments), "--out", str(tmp_path / "killed")],
         capture_output=True,
@@ -344,14 +344,14 @@ def test_what_a_checkpoint_counts_is_in_the_event_log_before_it(polytempo, tmp_p
 
     monkeypatch.setattr(run_module, "save_state", watch)
     monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)
-    assert polytempo("run", *TINY, "--rounds", 10, "-o", tmp_path / "run").code == 0
+    assert polytempo("run", *TINY, "--updates", 10, "-o", tmp_path / "run").code == 0
     assert len(seen) > 10
     assert [counted for counted, on_disk in seen if counted > on_disk] == []
 
 
 @pytest.mark.parametrize("rest", [b"", b'{"n": 9', b'{"n": 99, "event": "upload"}\n{"n": 10'])
 def test_what_was_logged_after_the_last_checkpoint_is_cut_off(rest, polytempo, interrupt, tmp_path):
-    arguments = ("run", *TINY, "--rounds", 30)
+    arguments = ("run", *TINY, "--updates", 30)
     assert polytempo(*arguments, "-o", tmp_path / "whole").code == 0
     interrupt(40)
     assert polytempo(*arguments, "-o", tmp_path / "run").code == 130
@@ -362,7 +362,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_cut_off(rest, polytempo, i
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(polytempo, interrupt, tmp_path):
-    arguments = ("run", *TINY, "--rounds", 30)
+    arguments = ("run", *TINY, "--updates", 30)
     assert polytempo(*arguments, "-o", tmp_path / "whole").code == 0
     interrupt(40)
     assert polytempo(*arguments, "-o", tmp_path / "run").code == 130
@@ -374,7 +374,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(polytempo, interru
 
 def test_a_resume_without_its_event_log_says_so(polytempo, interrupt, tmp_path):
     interrupt(40)
-    assert polytempo("run", *TINY, "--rounds", 30, "-o", tmp_path / "run").code == 130
+    assert polytempo("run", *TINY, "--updates", 30, "-o", tmp_path / "run").code == 130
     (tmp_path / "run" / "events.jsonl").unlink()
     assert "events.jsonl" in polytempo("run", "--resume", tmp_path / "run").error
 
@@ -382,28 +382,28 @@ def test_a_resume_without_its_event_log_says_so(polytempo, interrupt, tmp_path):
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(polytempo, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)  # one after every event
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    assert polytempo("run", *TINY, "--rounds", 8, "-o", whole).code == 0
-    assert polytempo("run", *TINY, "--rounds", 4, "-o", torn).code == 0
+    assert polytempo("run", *TINY, "--updates", 8, "-o", whole).code == 0
+    assert polytempo("run", *TINY, "--updates", 4, "-o", torn).code == 0
     last, previous = torn / run_module.CHECKPOINT, torn / run_module.PREVIOUS
     content = bytearray(last.read_bytes())
     content[-100] ^= 1
     last.write_bytes(content)
     with pytest.warns(UserWarning, match=r"checksum.*Used instead.*previous"):
-        outcome = polytempo("run", "--resume", torn, "--rounds", 8)
+        outcome = polytempo("run", "--resume", torn, "--updates", 8)
     assert outcome.code == 0, outcome.err
     same(whole, torn)
     for path in (last, previous):
         path.write_bytes(b"torn")
-    assert "checkpoint.previous" in polytempo("run", "--resume", torn, "--rounds", 9).error
+    assert "checkpoint.previous" in polytempo("run", "--resume", torn, "--updates", 9).error
 
 
 def test_a_crash_between_two_checkpoints_costs_nothing(polytempo, tmp_path, monkeypatch):
     """The last one may be gone for a moment: the one before is there, and the folder is not new."""
     monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)
-    assert polytempo("run", *TINY, "--rounds", 4, "-o", tmp_path / "run").code == 0
+    assert polytempo("run", *TINY, "--updates", 4, "-o", tmp_path / "run").code == 0
     (tmp_path / "run" / run_module.CHECKPOINT).unlink()
     (tmp_path / "run" / "result.json").unlink()
-    again = polytempo("run", *TINY, "--rounds", 4, "-o", tmp_path / "run")
+    again = polytempo("run", *TINY, "--updates", 4, "-o", tmp_path / "run")
     assert "already holds a run" in again.error
     assert polytempo("run", "--resume", tmp_path / "run").code == 0
     assert summary(tmp_path / "run")["complete"]
@@ -423,7 +423,7 @@ def test_a_damaged_checkpoint_is_named(polytempo, finished, tmp_path):
 
 @pytest.fixture
 def done(polytempo, tmp_path) -> Path:
-    assert polytempo("run", *TINY, "--rounds", 25, "-o", tmp_path / "done").code == 0
+    assert polytempo("run", *TINY, "--updates", 25, "-o", tmp_path / "done").code == 0
     return tmp_path / "done"
 
 
@@ -432,8 +432,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_more_rounds_extend_a_finished_run(done, polytempo, tmp_path):
-    assert polytempo("run", "--resume", done, "--rounds", 60).code == 0
-    assert polytempo("run", *TINY, "--rounds", 60, "-o", tmp_path / "whole").code == 0
+    assert polytempo("run", "--resume", done, "--updates", 60).code == 0
+    assert polytempo("run", *TINY, "--updates", 60, "-o", tmp_path / "whole").code == 0
     assert (done / "events.jsonl").read_bytes() == (tmp_path / "whole/events.jsonl").read_bytes()
     assert summary(done)["fingerprint"] == summary(tmp_path / "whole")["fingerprint"]
     assert summary(done)["arrivals"] == 60
@@ -447,7 +447,7 @@ def test_more_rounds_extend_a_finished_run(done, polytempo, tmp_path):
         ("fedasync", 25, []),  # an evaluation is due there anyway, but no adaptation
         ("fedbuff:buffer_size=3", 26, ["--diagnose", 7]),
         ("pace:omega=20", 27, ["--network", "4g"]),
-        ("casa", 22, ["--dropout", "join:share=0.3,round=10"]),
+        ("casa", 22, ["--dropout", "join:share=0.3,updates=10"]),
     ],
 )
 def test_a_run_that_was_extended_is_one_that_was_longer_from_the_beginning(
@@ -456,18 +456,18 @@ def test_a_run_that_was_extended_is_one_that_was_longer_from_the_beginning(
     """What closes the shorter run, evaluation and adaptation, leaves no trace."""
     monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)  # whenever one might be made
     given = ("run", *TINY, "--check", "--strategy", strategy, *more)
-    assert polytempo(*given, "--rounds", short, "-o", tmp_path / "extended").code == 0
-    assert int(history(tmp_path / "extended")[-1]["round"]) == short
-    assert polytempo("run", "--resume", tmp_path / "extended", "--rounds", 60).code == 0
-    assert polytempo(*given, "--rounds", 60, "-o", tmp_path / "whole").code == 0
+    assert polytempo(*given, "--updates", short, "-o", tmp_path / "extended").code == 0
+    assert int(history(tmp_path / "extended")[-1]["updates"]) == short
+    assert polytempo("run", "--resume", tmp_path / "extended", "--updates", 60).code == 0
+    assert polytempo(*given, "--updates", 60, "-o", tmp_path / "whole").code == 0
     same(tmp_path / "extended", tmp_path / "whole")
 
 
 def test_more_rounds_keep_the_interval_of_evaluations(polytempo, tmp_path):
     given = ("--clients", 6, "--limit", 120, "--model", "linear", "--epochs", 1, "-o", tmp_path)
-    assert polytempo("run", *given, "--rounds", 80).code == 0  # evaluated every 2 updates
-    assert polytempo("run", "--resume", tmp_path, "--rounds", 120).code == 0
-    assert [int(row["round"]) for row in history(tmp_path)] == list(range(0, 121, 2))
+    assert polytempo("run", *given, "--updates", 80).code == 0  # evaluated every 2 updates
+    assert polytempo("run", "--resume", tmp_path, "--updates", 120).code == 0
+    assert [int(row["updates"]) for row in history(tmp_path)] == list(range(0, 121, 2))
 
 
 def test_resuming_a_finished_run_changes_nothing(done, polytempo):
@@ -480,7 +480,7 @@ def test_resuming_a_finished_run_changes_nothing(done, polytempo):
 
 def test_fewer_rounds_than_were_done_are_refused(done, polytempo):
     before = contents(done)
-    error = polytempo("run", "--resume", done, "--rounds", 5).error
+    error = polytempo("run", "--resume", done, "--updates", 5).error
     assert "25" in error
     assert contents(done) == before
 
@@ -492,7 +492,7 @@ def test_resume_takes_no_other_settings(more, done, polytempo):
     before = contents(done)
     error = polytempo("run", "--resume", done, *more).error
     assert more[0] in error
-    assert "--rounds" in error
+    assert "--updates" in error
     assert contents(done) == before
 
 
@@ -509,7 +509,7 @@ def test_resume_needs_the_folder_of_a_run(polytempo, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_left_alone(done, polytempo):
     before = contents(done)
-    error = polytempo("run", *TINY, "--rounds", 5, "--out", done).error
+    error = polytempo("run", *TINY, "--updates", 5, "--out", done).error
     assert str(done) in error
     assert "--resume" in error
     assert contents(done) == before
@@ -517,7 +517,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(done, polytempo):
 
 def test_a_folder_with_other_files_in_it_can_be_used(polytempo, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    assert polytempo("run", *TINY, "--rounds", 3, "--out", tmp_path).code == 0
+    assert polytempo("run", *TINY, "--updates", 3, "--out", tmp_path).code == 0
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -539,18 +539,18 @@ def test_a_run_does_not_go_on_with_other_data(polytempo, tmp_path, monkeypatch):
 
     write(0)
     monkeypatch.chdir(tmp_path)
-    few = ("--clients", 4, "--partition", "iid", "--rounds", 6)
+    few = ("--clients", 4, "--partition", "iid", "--updates", 6)
     assert polytempo("run", "--data", "m.npz", *few, "-o", "run").code == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert polytempo("run", "--resume", "../run", "--rounds", 8).code == 0
+    assert polytempo("run", "--resume", "../run", "--updates", 8).code == 0
     write(1)
-    assert "data other than" in polytempo("run", "--resume", "../run", "--rounds", 10).error
+    assert "data other than" in polytempo("run", "--resume", "../run", "--updates", 10).error
 
 
 def test_a_strategy_object_can_be_used_again(small):
     strategy = pt.strategies.PACE()
-    first = pt.simulate(small, strategy=strategy, rounds=5, model="linear", adapt_epochs=0)
+    first = pt.simulate(small, strategy=strategy, updates=5, model="linear", adapt_epochs=0)
     before = {name: value.clone() for name, value in first.model(0).items()}
-    pt.simulate(small, strategy=strategy, rounds=9, model="linear", adapt_epochs=0, seed=3)
+    pt.simulate(small, strategy=strategy, updates=9, model="linear", adapt_epochs=0, seed=3)
     assert all((first.model(0)[name] == value).all() for name, value in before.items())

@@ -44,17 +44,17 @@ def changed(folder: Path, **settings: str) -> None:
 
 def test_a_folder_that_a_run_writes_to_is_left_alone(polytempo, tmp_path):
     with Claim(tmp_path / "run"):
-        said = polytempo("run", *TINY, "--rounds", 4, "-o", tmp_path / "run").error
+        said = polytempo("run", *TINY, "--updates", 4, "-o", tmp_path / "run").error
         assert f"{tmp_path / 'run'} is being written by another run" in said
         assert "--out" in said
         assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
-    assert polytempo("run", *TINY, "--rounds", 4, "-o", tmp_path / "run").code == 0
+    assert polytempo("run", *TINY, "--updates", 4, "-o", tmp_path / "run").code == 0
     before = contents(tmp_path / "run")
     with Claim(tmp_path / "run"):
-        said = polytempo("run", "--resume", tmp_path / "run", "--rounds", 8).error
+        said = polytempo("run", "--resume", tmp_path / "run", "--updates", 8).error
         assert "is being written by another run" in said
     with Claim(tmp_path / "run"), pytest.raises(PolytempoError, match="by another run"):
-        pt.simulate(pt.Federation.load("digits", clients=4), rounds=4, out=tmp_path / "run")
+        pt.simulate(pt.Federation.load("digits", clients=4), updates=4, out=tmp_path / "run")
     assert contents(tmp_path / "run") == before
 
 
@@ -66,7 +66,7 @@ cli.main()
 
 
 def test_of_two_runs_that_begin_at_once_one_is_carried_out(tmp_path):
-    command = [sys.executable, "-c", RACE, "run", *map(str, TINY), "--rounds", "300"]
+    command = [sys.executable, "-c", RACE, "run", *map(str, TINY), "--updates", "300"]
     command += ["--out", str(tmp_path / "run")]
     both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=120)[1] for process in both]
@@ -79,7 +79,7 @@ def test_of_two_runs_that_begin_at_once_one_is_carried_out(tmp_path):
 
 
 def test_runs_without_out_that_begin_at_once_get_a_folder_each(tmp_path):
-    command = [sys.executable, "-c", RACE, "run", *map(str, TINY), "--rounds", "30"]
+    command = [sys.executable, "-c", RACE, "run", *map(str, TINY), "--updates", "30"]
     both = [subprocess.Popen(command, cwd=tmp_path) for _ in range(2)]
     assert [process.wait(120) for process in both] == [0, 0]
     folders = sorted((tmp_path / "runs").iterdir())
@@ -89,9 +89,9 @@ def test_runs_without_out_that_begin_at_once_get_a_folder_each(tmp_path):
 
 def test_a_mistake_leaves_no_folder(polytempo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "slots" in polytempo("run", *TINY, "--slots", 100).error
+    assert "concurrency" in polytempo("run", *TINY, "--concurrency", 100).error
     assert list((tmp_path / "runs").iterdir()) == []
-    assert "slots" in polytempo("run", *TINY, "--slots", 100, "-o", "mine").error
+    assert "concurrency" in polytempo("run", *TINY, "--concurrency", 100, "-o", "mine").error
     assert not (tmp_path / "mine").exists()
 
 
@@ -109,7 +109,7 @@ cli.main()
 
 def test_a_run_that_fills_the_disk_stops_in_one_line_and_resumes(polytempo, tmp_path):
     """A limit on the size of files stands for it: the event log is what grows."""
-    arguments = ("run", *TINY, "--rounds", 300)
+    arguments = ("run", *TINY, "--updates", 300)
     command = [sys.executable, "-c", FULL, "35000", *map(str, arguments)]
     command += ["--out", str(tmp_path / "full")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -119,7 +119,7 @@ def test_a_run_that_fills_the_disk_stops_in_one_line_and_resumes(polytempo, tmp_
     assert "intact" in line and "resume" in line
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "full").glob("*.partial"))
-    assert 0 < load_state(tmp_path / "full" / CHECKPOINT)["server"]["round"] < 300
+    assert 0 < load_state(tmp_path / "full" / CHECKPOINT)["server"]["updates"] < 300
     assert polytempo("run", "--resume", tmp_path / "full").code == 0
     assert polytempo(*arguments, "-o", tmp_path / "whole").code == 0
     for name in ("events.jsonl", "history.csv"):
@@ -133,7 +133,7 @@ def test_a_run_that_fills_the_disk_stops_in_one_line_and_resumes(polytempo, tmp_
 def halved(polytempo, interrupt, tmp_path):
     interrupt(30)
     folder = tmp_path / "halved"
-    assert polytempo("run", *TINY, "--rounds", 40, "-o", folder).code == 130
+    assert polytempo("run", *TINY, "--updates", 40, "-o", folder).code == 130
     return folder
 
 
@@ -164,10 +164,10 @@ def test_a_setting_that_was_edited_is_named(polytempo, halved, name, value, word
 def test_what_the_rest_of_the_run_does_not_depend_on_may_change(polytempo, interrupt, tmp_path):
     interrupt(30)
     halved = tmp_path / "halved"
-    assert polytempo("run", *TINY, "--rounds", 40, "--check", "-o", halved).code == 130
-    changed(halved, rounds="60", workers="2", check="false", backend='"auto"')
+    assert polytempo("run", *TINY, "--updates", 40, "--check", "-o", halved).code == 130
+    changed(halved, updates="60", workers="2", check="false", backend='"auto"')
     assert polytempo("run", "--resume", halved).code == 0
-    assert polytempo("run", *TINY, "--rounds", 60, "-o", tmp_path / "whole").code == 0
+    assert polytempo("run", *TINY, "--updates", 60, "-o", tmp_path / "whole").code == 0
     for name in ("events.jsonl", "history.csv"):
         assert (halved / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -181,23 +181,25 @@ def test_a_checker_that_missed_the_beginning_is_refused(polytempo, halved):
 
 
 def test_is_this_the_same_run():
-    kept = make_config({"clients": 20, "slots": 4, "refill": "idle", "eval_every": 10}).settings()
+    kept = make_config(
+        {"clients": 20, "concurrency": 4, "refill": "idle", "eval_every": 10}
+    ).settings()
     assert difference(make_config({}), kept) is None  # what was left open was filled in
     assert difference(make_config({"workers": 3}), kept) is None
     assert difference(make_config({"clients": 21}), kept) == "clients"
     assert difference(make_config({"limit": 5}), kept) == "limit"
     assert difference(make_config({}), {**kept, "until": 5.0}) == "until"
     assert difference(make_config({}), {**kept, "until": 5.0}, ["until"]) is None
-    alone = make_config({"strategy": "standalone", "slots": 5})
-    assert difference(alone, {**alone.settings(), "slots": 20}) is None  # it takes all
-    alone = make_config({"strategy": "standalone", "slots": 5, "refill": "idle"})
-    assert difference(alone, {**alone.settings(), "slots": 20}) == "slots"
+    alone = make_config({"strategy": "standalone", "concurrency": 5})
+    assert difference(alone, {**alone.settings(), "concurrency": 20}) is None  # it takes all
+    alone = make_config({"strategy": "standalone", "concurrency": 5, "refill": "idle"})
+    assert difference(alone, {**alone.settings(), "concurrency": 20}) == "concurrency"
 
 
 def test_a_comparison_that_is_there_is_read_without_building_a_simulator(
     polytempo, tmp_path, monkeypatch
 ):
-    arguments = ("compare", "fedavg", "standalone", *TINY, "--rounds", 8, "-o", tmp_path)
+    arguments = ("compare", "fedavg", "standalone", *TINY, "--updates", 8, "-o", tmp_path)
     assert polytempo(*arguments).code == 0
 
     def build(*_, **__):
@@ -205,8 +207,8 @@ def test_a_comparison_that_is_there_is_read_without_building_a_simulator(
 
     monkeypatch.setattr(run_module, "make_simulator", build)
     assert polytempo(*arguments).code == 0
-    said = polytempo(*arguments, "--slots", 5).error
-    assert "slots = 4, but now it is 5" in said
+    said = polytempo(*arguments, "--concurrency", 5).error
+    assert "concurrency = 4, but now it is 5" in said
     assert "make_simulator" not in vars(compare_module)
 
 
@@ -242,13 +244,13 @@ def local(strategy: str) -> object:
 
 @pytest.mark.parametrize("strategy", ["pace:omega=20", "standalone", "half", "p2p"])
 def test_a_run_from_python_resumes_bit_by_bit(tmp_path, strategy):
-    settings = {"model": "linear", "rounds": 60, "events": True}
+    settings = {"model": "linear", "updates": 60, "events": True}
     settings |= {} if strategy == "p2p" else {"epochs": 1}
     whole = pt.simulate(given(), strategy=local(strategy), out=tmp_path / "whole", **settings)
     stopped = tmp_path / "stopped"
     calls = iter(range(1000))
 
-    def interrupt(simulator, rounds):
+    def interrupt(simulator, updates):
         return lambda event: next(calls) == 40 and signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -270,10 +272,10 @@ def test_a_run_from_python_resumes_bit_by_bit(tmp_path, strategy):
 
 def test_a_run_from_python_may_become_longer(tmp_path):
     settings = {"model": "linear", "strategy": "fedasync", "epochs": 1, "out": tmp_path / "run"}
-    pt.simulate(given(), rounds=40, **settings)
-    longer = pt.simulate(given(), rounds=80, resume=True, **settings)
-    settings |= {"out": tmp_path / "whole", "eval_every": 1}  # as with 40 rounds
-    whole = pt.simulate(given(), rounds=80, resume=True, **settings)  # there is nothing yet
+    pt.simulate(given(), updates=40, **settings)
+    longer = pt.simulate(given(), updates=80, resume=True, **settings)
+    settings |= {"out": tmp_path / "whole", "eval_every": 1}  # as with 40 updates
+    whole = pt.simulate(given(), updates=80, resume=True, **settings)  # there is nothing yet
     assert longer.summary["arrivals"] == 80
     assert longer.summary["fingerprint"] == whole.summary["fingerprint"]
     ours, theirs = longer.model(0), whole.model(0)
@@ -281,9 +283,9 @@ def test_a_run_from_python_may_become_longer(tmp_path):
 
 
 def test_from_python_other_data_and_other_settings_are_noticed(tmp_path):
-    settings = {"model": "linear", "strategy": "fedasync", "rounds": 20, "out": tmp_path / "run"}
+    settings = {"model": "linear", "strategy": "fedasync", "updates": 20, "out": tmp_path / "run"}
     pt.simulate(given(), **settings)
-    settings |= {"rounds": 40, "resume": True}
+    settings |= {"updates": 40, "resume": True}
     with pytest.raises(PolytempoError, match="data other than"):
         pt.simulate(given(shift=1.0), **settings)
     with pytest.raises(PolytempoError, match=r"'momentum': 0\.9}, but now it is .*0\.5}"):
@@ -295,11 +297,11 @@ def test_from_python_other_data_and_other_settings_are_noticed(tmp_path):
 
 def test_from_python_a_folder_is_needed_to_resume():
     with pytest.raises(PolytempoError, match=r"resume=True needs out=FOLDER"):
-        pt.simulate(given(), rounds=4, resume=True)
+        pt.simulate(given(), updates=4, resume=True)
 
 
 def test_the_command_says_how_to_resume_a_run_from_python(polytempo, tmp_path):
-    pt.simulate(given(), model="linear", rounds=4, out=tmp_path / "run")
+    pt.simulate(given(), model="linear", updates=4, out=tmp_path / "run")
     said = polytempo("run", "--resume", tmp_path / "run").error
     assert "polytempo.resume(FOLDER, federation)" in said
-    assert read_config(tmp_path / "run" / "config.toml")["slots"] == 4
+    assert read_config(tmp_path / "run" / "config.toml")["concurrency"] == 4

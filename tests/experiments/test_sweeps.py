@@ -19,7 +19,7 @@ from polytempo.experiments.significance import holm, paired
 from polytempo.experiments.tables import confidence, formatted
 
 TINY = (
-    *("--clients", 6, "--rounds", 10, "--limit", 120, "--model", "linear", "--epochs", 1),
+    *("--clients", 6, "--updates", 10, "--limit", 120, "--model", "linear", "--epochs", 1),
     *("--adapt-epochs", 1, "--jobs", 1),
 )
 GRID = ("--grid", "lr=0.01,0.1", "--grid", "strategy=fedavg,fedbuff:buffer_size=2,server_lr=1")
@@ -281,7 +281,7 @@ def test_signs_that_mean_something_in_a_format_are_escaped():
 
 def test_a_sweep_from_python(tmp_path):
     fed = pt.Federation.load("digits", clients=6, limit=120)
-    small = {"model": "linear", "epochs": 1, "adapt_epochs": 0, "rounds": 10}
+    small = {"model": "linear", "epochs": 1, "adapt_epochs": 0, "updates": 10}
     grid = {"lr": [0.001, 0.2], "strategy": ["fedavg", pt.strategies.FedAsync(alpha=0.3)]}
     found = pt.sweep(fed, grid, seeds=2, baseline={"lr": 0.001}, interval="ci95", **small)
     assert "lr, strategy: 4 points, 8 runs" in repr(found) and "<table>" in found._repr_html_()

@@ -204,7 +204,7 @@ def test_without_the_extra_it_says_what_to_install(package, model, monkeypatch):
 
 def test_texts_need_a_model_for_texts_and_numbers_another(model):
     with pytest.raises(PolytempoError, match="'mlp' takes numbers, but the data are tokens"):
-        simulate(text_federation(model), model="mlp", rounds=1)
+        simulate(text_federation(model), model="mlp", updates=1)
     with pytest.raises(PolytempoError, match=r"hf:.* reads texts, but a sample has shape \(64,\)"):
         build(model, Inputs((64,), 10), 0)
     with pytest.raises(PolytempoError, match=r"hf:.* reads texts, but the samples of digits are"):
@@ -215,17 +215,17 @@ def test_texts_must_have_been_read_by_the_models_own_tokenizer(model, tmp_path):
     x, y = texts()
     words = Federation.from_pool(x, y, clients=2, partition="iid")
     with pytest.raises(PolytempoError, match=r"the data are words; load them with .*tokenizer\("):
-        simulate(words, model=model, rounds=1)
+        simulate(words, model=model, updates=1)
     other = f"hf:{write_bert(tmp_path, words=WORDS[::-1])}"
     with pytest.raises(PolytempoError, match="tokens of another tokenizer"):
-        simulate(text_federation(other), model=model, rounds=1)
+        simulate(text_federation(other), model=model, updates=1)
 
 
 def test_texts_longer_than_the_model_reads_are_refused(model):
     x, y = texts()
     fed = Federation.from_pool(x, y, clients=2, length=140, tokenizer=tokenizer(model))
     with pytest.raises(PolytempoError, match="reads at most 128 tokens, but texts have 140"):
-        simulate(fed, model=model, rounds=1)
+        simulate(fed, model=model, updates=1)
 
 
 def test_what_cannot_be_trained_is_named(model):

@@ -75,10 +75,10 @@ def test_a_peer_is_resumed_in_the_same_run_with_the_same_strategy(tmp_path):
         assert f"trained with {was}, not with {now}; give" in error(*peer(tmp_path, *options))
     other = error(*peer(tmp_path, "--strategy", "p2p:target=20,decision=always"))
     assert "p2p:decision={'name': 'uniform'" in other and "'always'" in other
-    for shorter in (("--strategy", "p2p:target=10"), ("--rounds", 4)):
+    for shorter in (("--strategy", "p2p:target=10"), ("--updates", 4)):
         assert "on its way to 20 iterations, more than 10" in error(*peer(tmp_path, *shorter))
-    again = polytempo(*peer(tmp_path, "--rounds", 8, "--eval-every", 1, "--messages", 50))
-    assert again.exit_code == 0, again.output  # 8 rounds of 2 peers are 20 iterations each
+    again = polytempo(*peer(tmp_path, "--updates", 8, "--eval-every", 1, "--messages", 50))
+    assert again.exit_code == 0, again.output  # 8 updates of 2 peers are 20 iterations each
 
 
 def test_what_a_run_of_peers_refuses_is_refused_on_a_network_too(tmp_path):

@@ -172,9 +172,9 @@ def module():
 
 def simulated(federation, strategy):
     """What the peers do with what comes in (in which iteration, whose, for which ticket), their
-    models, and in which order their rounds ended."""
+    models, and in which order their updates ended."""
     world = {"task": TASK, "devices": TwoSpeed(), "adapt_epochs": 0, "check": True}
-    simulator = PeerSimulator(federation, module(), strategy, rounds=PEERS * ROUNDS, **world)
+    simulator = PeerSimulator(federation, module(), strategy, updates=PEERS * ROUNDS, **world)
     done, iterations, order = [], {}, []
 
     def look(event):

@@ -138,8 +138,8 @@ def same(a: Any, b: Any) -> bool:
 class Oracle:
     """Keeps its own accounts, by what was written down safely and what then was reported."""
 
-    def __init__(self, strategy: str, slots: int, initial: list[float]) -> None:
-        self.strategy, self.slots = strategy, slots
+    def __init__(self, strategy: str, concurrency: int, initial: list[float]) -> None:
+        self.strategy, self.concurrency = strategy, concurrency
         self.numbers: dict[str, int] = {}  # of clients, by name
         self.sent: dict[int, tuple[int, int]] = {}  # by dispatch: to whom, after how many folds
         self.latest: dict[int, int] = {}  # by client: what it was sent last
@@ -148,7 +148,7 @@ class Oracle:
         self.last_folded: dict[int, int] = {}  # by client
         self.remembered: dict[int, float] = {}  # by client: what it is to remember
         self.acknowledged: set[int] = set()
-        self.rounds = 0
+        self.updates = 0
         self.closed = False
         self.model = initial
         self.cohort: list[tuple[int, list[float]]] = []
@@ -162,13 +162,13 @@ class Oracle:
 
     @property
     def over(self) -> bool:
-        return len(self.folded) >= self.rounds
+        return len(self.folded) >= self.updates
 
     def applied(self, record: AnyRecord, actions: list[ServerAction]) -> None:
         """This record was safe, and was applied."""
         match record:
             case Started():
-                self.rounds, self.up, self.wait_for = record.rounds, record.time, record.wait_for
+                self.updates, self.up, self.wait_for = record.updates, record.time, record.wait_for
                 self.closed = self.closed and self.over
                 self.there.clear()
                 self.away = dict.fromkeys(self.numbers.values(), record.time)
@@ -204,8 +204,8 @@ class Oracle:
                 self.since[client] = event.time
                 require(number not in self.sent, "a dispatch has one number", event)
                 self.training[client] = [number]
-                room = len(self.training) <= self.slots or client == self.newcomer
-                require(room, "no more in training than slots", self.training)
+                room = len(self.training) <= self.concurrency or client == self.newcomer
+                require(room, "no more in training than concurrency", self.training)
                 self.sent[number] = (client, len(self.folded))
                 self.latest[client] = number
             case events.Multicast(client=client, dispatch=number):
@@ -271,7 +271,7 @@ class Oracle:
     def examine(self, node: ServerNode) -> None:
         """At the end: what was acknowledged is in the model."""
         require(self.acknowledged <= self.folded.keys(), "no acknowledged update is lost")
-        require(node.server.round == len(self.folded), "rounds count updates")
+        require(node.server.updates == len(self.folded), "updates count updates")
         require(sum(node.staleness.values()) == len(self.folded), "staleness counts updates")
         if self.strategy in ("fedasync", "fedavg"):
             found = node.server.strategy.model.tolist()
@@ -732,9 +732,9 @@ class World:
         self.strategy, self.options = STRATEGIES_USED[seed % len(STRATEGIES_USED)]
         places = self.random.randint(2, 4)
         self.places = places + (draw() < 0.2)  # perhaps one remains empty
-        self.slots = self.random.randint(1, places)
+        self.concurrency = self.random.randint(1, places)
         self.refill = "same" if self.strategy != "fedavg" and draw() < 0.3 else None
-        self.rounds = self.random.randint(3, 7)
+        self.updates = self.random.randint(3, 7)
         self.eval_every = self.random.randint(2, 6)
         self.calm = 3 + draw() * 10  # from then on there are no faults
         self.rate = draw() ** 2 * 1.5  # of faults, per second
@@ -744,7 +744,7 @@ class World:
         self.disk = self.random.choice((0.02, 0.3, 2.0))
         self.wait_for = self.random.randint(2, places) if draw() < 0.4 else 1
         self.counts["runs that waited for more than one"] += self.wait_for > 1
-        self.oracle = Oracle(self.strategy, self.slots, [1.0, -1.0, 0.5])
+        self.oracle = Oracle(self.strategy, self.concurrency, [1.0, -1.0, 0.5])
         self.clients: list[Device] = []
         self.host: Host = Host(self)
         self.clients += [Device(self, place) for place in range(places)]
@@ -771,12 +771,12 @@ class World:
         samples = [1] * self.places
         context = Context(torch.tensor([1.0, -1.0, 0.5]), samples, TASK, self.seed)
         strategy = STRATEGIES.create({"name": self.strategy, **self.options})
-        server = Server(strategy, context, slots=self.slots, refill=self.refill)
+        server = Server(strategy, context, concurrency=self.concurrency, refill=self.refill)
         plan = FleetPlan(
             "layout",
             "classification",
             {"id": "run"},
-            self.rounds,
+            self.updates,
             self.eval_every,
             FIGURES,
             patience=PATIENCE,
@@ -873,7 +873,7 @@ class World:
         if silent:
             self.counts["moments when all was silent"] += 1
         idle = [c for c in node.server.members if c not in oracle.training]
-        room = len(oracle.training) < oracle.slots
+        room = len(oracle.training) < oracle.concurrency
         if node.server.refill == "cohort":
             room = not oracle.training
         gathered = bool(oracle.sent) or len(oracle.there) >= oracle.wait_for
@@ -916,12 +916,12 @@ class World:
             (c.name, c.up, c.dead, c.wire is not None, c.node.training, c.node.pending is not None)
             for c in self.clients
         ]
-        return f"{self.strategy} {len(self.oracle.folded)} of {self.rounds} {found}"
+        return f"{self.strategy} {len(self.oracle.folded)} of {self.updates} {found}"
 
     def extend(self) -> None:
-        """The run is to have more rounds: the server is started again, and so are the clients."""
+        """The run is to have more updates: the server is started again, and so are the clients."""
         self.counts["runs extended"] += 1
-        self.rounds += self.random.randint(1, 4)
+        self.updates += self.random.randint(1, 4)
         self.calm = self.now + self.random.random() * 8
         self.after(self.pause(), self.strike)
         self.host.crash()
@@ -938,7 +938,7 @@ class World:
                 remembered = oracle.remembered.get(number, 0.0)
                 require(client.remembered == remembered, "a client remembers what was folded")
                 require(client.node.pending is None or oracle.over, "nothing is left to offer")
-        require(node.exams[-1].round == node.server.round, "the last model is examined")
+        require(node.exams[-1].updates == node.server.updates, "the last model is examined")
         if self.random.random() < 0.3:  # it takes as long as all the rest
             again = self.host.replayed(None)
             require(same(node.state_dict(), again.state_dict()), "the log alone gives the state")

@@ -121,7 +121,7 @@ class CountsFromTheLastDispatch(ServerNode):
 class TakesOneMore(ServerNode):
     def __init__(self, server, samples, plan):
         super().__init__(server, samples, plan)
-        server.slots += 1
+        server.concurrency += 1
 
 
 class NeverMarksAway(ServerNode):
@@ -304,7 +304,7 @@ SERVERS = [
     (ForgetsWhatIsOutstanding, "a restarted server is as one that never stopped"),
     (FoldsARepeat, "no update is folded twice"),
     (CountsFromTheLastDispatch, "staleness is as counted"),
-    (TakesOneMore, "no more in training than slots"),
+    (TakesOneMore, "no more in training than concurrency"),
     (NeverMarksAway, "who is not connected is away"),
     (LeavesThemAwayWhoEnrolTwice, "who is connected is not away"),
     (WaitsForEver, "a run comes to its end"),

@@ -79,7 +79,12 @@ def test_one_pair_communicates_a_round_on_average():
 
 def test_fixed_decisions():
     assert decides("always") and not decides("never")
-    assert [decides("every:rounds=3", rounds=n) for n in (1, 2, 3, 4)] == [False, False, True, True]
+    assert [decides("every:rounds=3", rounds=n) for n in (1, 2, 3, 4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("spec", ["uniform:rate=-1", "every:rounds=0", "sometimes"])

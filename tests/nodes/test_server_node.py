@@ -46,10 +46,10 @@ SUMS = {"samples": 5.0, "correct": 4.0}
 class Fleet:
     """A node and a driver that writes and applies at once, unless it is told to `hold`."""
 
-    def __init__(self, clients=3, *, strategy="fedasync", slots=None, refill=None, **plan):
-        self.clients, self.slots, self.refill = clients, slots, refill
+    def __init__(self, clients=3, *, strategy="fedasync", concurrency=None, refill=None, **plan):
+        self.clients, self.concurrency, self.refill = clients, concurrency, refill
         self.strategy = {"name": strategy} if isinstance(strategy, str) else strategy
-        given = {"rounds": 100, "eval_every": 1_000, "patience": Patience(4.0, 10.0, 60.0)}
+        given = {"updates": 100, "eval_every": 1_000, "patience": Patience(4.0, 10.0, 60.0)}
         self.plan = {**given, **plan}
         self.now = 0.0
         self.connected = set()
@@ -61,7 +61,10 @@ class Fleet:
         samples = [1] * self.clients
         context = Context(torch.ones(2), samples, Task(), 0)
         server = Server(
-            STRATEGIES.create(self.strategy), context, slots=self.slots, refill=self.refill
+            STRATEGIES.create(self.strategy),
+            context,
+            concurrency=self.concurrency,
+            refill=self.refill,
         )
         figures = frozenset(SUMS)
         plan = FleetPlan("layout", "digits", {"id": "x"}, figures=figures, **self.plan | changes)
@@ -274,7 +277,7 @@ def test_an_update_is_acknowledged_when_it_is_written_down_and_folded_once():
     assert fleet.offers("a", 0) == []  # again, and it is written down again
     before = fleet.node.server.strategy.model
     fleet.release()
-    assert fleet.node.round == 1
+    assert fleet.node.updates == 1
     told = fleet.told("a")
     assert [m for m in told if isinstance(m, Acknowledge)] == [Acknowledge(0)] * 2
     assert works(told) == [(1, False)]
@@ -302,7 +305,7 @@ def test_a_bad_update_costs_its_client_the_slot_and_takes_no_room_on_disk(change
     assert kinds(told) == [Decline, Work]
     assert told[0].number == 0
     assert reason in told[0].reason
-    assert fleet.node.round == 0
+    assert fleet.node.updates == 0
     assert fleet.node.deadlines.missed == {}  # it was in time
 
 
@@ -314,7 +317,7 @@ def test_an_update_that_the_strategy_refuses_costs_the_slot_too():
     assert isinstance(fleet.log[-1], Offered)
     assert kinds(told) == [Decline, Work]
     assert "mask" in told[0].reason
-    assert fleet.node.round == 0
+    assert fleet.node.updates == 0
 
 
 def test_an_update_that_answers_nothing_is_declined():
@@ -379,7 +382,7 @@ def test_who_comes_back_with_an_update_that_was_folded_hears_so_before_anything_
 
 
 def test_who_comes_back_too_late_hears_so():
-    fleet = Fleet(clients=2, slots=1)
+    fleet = Fleet(clients=2, concurrency=1)
     fleet.connect("a")
     fleet.disconnect("a")
     fleet.connect("b")
@@ -509,7 +512,7 @@ def test_deadlines_follow_the_last_trainings_of_the_client_itself():
 
 
 def test_who_takes_too_long_loses_its_slot_and_may_have_another():
-    fleet = Fleet(clients=2, slots=1)
+    fleet = Fleet(clients=2, concurrency=1)
     fleet.connect("a")
     fleet.connect("b")
     fleet.now = 5.0
@@ -521,7 +524,7 @@ def test_who_takes_too_long_loses_its_slot_and_may_have_another():
     assert fleet.training() != {slow: number}
     assert Decline(number, "it took too long; a fresh model may follow") in fleet.told(slow)
     assert kinds(fleet.offers(slow, number)) == [Decline]
-    assert fleet.node.round == 1
+    assert fleet.node.updates == 1
 
 
 def test_a_client_that_has_become_slow_is_given_twice_the_time_each_time():
@@ -541,7 +544,7 @@ def test_a_client_that_has_become_slow_is_given_twice_the_time_each_time():
 
 @pytest.mark.parametrize("refill", ["same", "idle", "cohort"])
 def test_a_client_that_never_answers_does_not_keep_its_slot_from_others(refill):
-    fleet = Fleet(clients=2, slots=1, refill=refill)
+    fleet = Fleet(clients=2, concurrency=1, refill=refill)
     fleet.connect("a")
     fleet.connect("b")
     fleet.tick(61.0)  # a is there, and does nothing
@@ -559,7 +562,9 @@ def test_a_client_that_was_away_is_not_given_more_time_for_it():
 
 @pytest.mark.parametrize("refill", ["same", "idle", "cohort"])
 def test_the_slot_of_one_that_is_gone_goes_to_another_before_its_deadline(refill):
-    fleet = Fleet(clients=2, slots=1, refill=refill, patience=Patience(first=600.0, away=20.0))
+    fleet = Fleet(
+        clients=2, concurrency=1, refill=refill, patience=Patience(first=600.0, away=20.0)
+    )
     fleet.connect("a")
     fleet.now = 10.0
     fleet.disconnect("a")
@@ -575,13 +580,13 @@ def test_the_slot_of_one_that_is_gone_goes_to_another_before_its_deadline(refill
 
 
 def test_one_that_is_gone_keeps_its_slot_while_nobody_waits_for_it():
-    fleet = Fleet(clients=2, slots=2, patience=Patience(first=600.0, away=20.0))
+    fleet = Fleet(clients=2, concurrency=2, patience=Patience(first=600.0, away=20.0))
     fleet.connect("a")
     fleet.connect("b")
     fleet.disconnect("a")
     fleet.tick(599.0)
     assert fleet.training() == {"a": 0, "b": 1}
-    forever = Fleet(clients=2, slots=1, patience=Patience(float("inf")))
+    forever = Fleet(clients=2, concurrency=1, patience=Patience(float("inf")))
     forever.connect("a")
     forever.disconnect("a")
     forever.connect("b")
@@ -590,7 +595,7 @@ def test_one_that_is_gone_keeps_its_slot_while_nobody_waits_for_it():
 
 
 def test_who_is_back_before_it_is_given_up_for_being_gone_goes_on():
-    fleet = Fleet(clients=2, slots=1, patience=Patience(first=600.0, away=20.0))
+    fleet = Fleet(clients=2, concurrency=1, patience=Patience(first=600.0, away=20.0))
     fleet.connect("a")
     fleet.disconnect("a")
     fleet.connect("b")
@@ -603,7 +608,7 @@ def test_who_is_back_before_it_is_given_up_for_being_gone_goes_on():
 
 
 def test_a_restart_gives_those_that_are_away_the_time_to_come_back():
-    fleet = Fleet(clients=2, slots=1, patience=Patience(first=600.0, away=20.0))
+    fleet = Fleet(clients=2, concurrency=1, patience=Patience(first=600.0, away=20.0))
     fleet.connect("a")
     fleet.disconnect("a")
     fleet.now = 100.0
@@ -620,7 +625,7 @@ def test_a_restart_gives_those_that_are_away_the_time_to_come_back():
 
 @pytest.mark.parametrize("strategy", ["fedasync", "fedavg"])
 def test_nobody_trains_before_those_are_there_that_are_waited_for(strategy):
-    fleet = Fleet(clients=4, slots=2, strategy=strategy, wait_for=3)
+    fleet = Fleet(clients=4, concurrency=2, strategy=strategy, wait_for=3)
     for name in "ab":
         assert kinds(fleet.connect(name)) == [Welcome]
     fleet.disconnect("b")
@@ -633,7 +638,7 @@ def test_nobody_trains_before_those_are_there_that_are_waited_for(strategy):
         if name != chosen[0]:
             fleet.disconnect(name)
     fleet.offers(*chosen)
-    assert fleet.node.round == 1 and not fleet.node.gathering, "once begun, it goes on with fewer"
+    assert fleet.node.updates == 1 and not fleet.node.gathering, "once begun, it goes on with fewer"
 
 
 def test_whom_a_run_waits_for_is_written_down_and_may_change_with_a_restart():
@@ -653,7 +658,7 @@ def test_whom_a_run_waits_for_is_written_down_and_may_change_with_a_restart():
 
 
 def test_a_cohort_does_not_wait_for_ever_for_one_that_never_answered():
-    fleet = Fleet(clients=3, strategy="fedavg", slots=3)
+    fleet = Fleet(clients=3, strategy="fedavg", concurrency=3)
     for name in "abc":
         fleet.connect(name)
     fleet.offers("a", 0)  # the first was alone: a cohort of one
@@ -672,7 +677,7 @@ def test_a_cohort_does_not_wait_for_ever_for_one_that_never_answered():
 
 
 def test_a_cohort_of_which_everybody_has_gone_is_followed_by_whoever_comes():
-    fleet = Fleet(clients=2, strategy="fedavg", slots=2)
+    fleet = Fleet(clients=2, strategy="fedavg", concurrency=2)
     for name in "ab":
         fleet.connect(name)
     for name in "ab":
@@ -705,7 +710,7 @@ def test_an_update_that_came_before_the_client_was_given_up_counts():
     fleet.tick(61.0)
     fleet.release()
     assert [type(record) for record in fleet.log[-2:]] == [Offered, GivenUp]
-    assert fleet.node.round == 1
+    assert fleet.node.updates == 1
     assert kinds(fleet.told("a")) == [Acknowledge, Work]
 
 
@@ -724,7 +729,7 @@ def test_time_that_the_server_was_down_does_not_count():
 
 
 def test_who_is_revoked_in_training_makes_room():
-    fleet = Fleet(clients=2, slots=1)
+    fleet = Fleet(clients=2, concurrency=1)
     fleet.connect("a")
     fleet.connect("b")
     fleet.do(fleet.node.revoke("a", 1.0))
@@ -743,7 +748,7 @@ def test_who_is_revoked_while_its_update_is_being_written_is_folded_and_gone():
     fleet.offers("a", 0)
     fleet.do(fleet.node.revoke("a", 1.0))
     fleet.release()
-    assert fleet.node.round == 1
+    assert fleet.node.updates == 1
     assert fleet.training() == {}
 
 
@@ -807,7 +812,7 @@ def test_exams_come_every_so_many_updates_to_those_who_are_there_and_have_test_d
     assert torch.equal(told[-1].params, fleet.node.server.strategy.serve(0))
     assert Examine not in kinds([*fleet.told("b"), *fleet.told("c")])
     [exam] = fleet.node.exams
-    assert (exam.round, exam.asked, exam.sent["upload"]) == (2, 1, 2)
+    assert (exam.updates, exam.asked, exam.sent["upload"]) == (2, 1, 2)
 
 
 def test_scores_are_taken_once_and_only_if_they_are_scores():
@@ -833,24 +838,24 @@ def test_scores_are_taken_once_and_only_if_they_are_scores():
 
 @pytest.mark.parametrize(("always", "epochs"), [(False, [0, 3]), (True, [3, 3])])
 def test_adaptation_is_asked_for_in_the_end_or_always(always, epochs):
-    fleet = Fleet(clients=1, eval_every=1, rounds=2, adapt_epochs=3, adapt_always=always)
+    fleet = Fleet(clients=1, eval_every=1, updates=2, adapt_epochs=3, adapt_always=always)
     fleet.connect("a")
     told = [*fleet.offers("a", 0), *fleet.offers("a", 1)]
     assert [m.adapt_epochs for m in told if isinstance(m, Examine)] == epochs
 
 
 def test_a_synchronous_method_is_examined_when_its_cohort_is_complete():
-    fleet = Fleet(clients=3, strategy="fedavg", slots=2, eval_every=1)
+    fleet = Fleet(clients=3, strategy="fedavg", concurrency=2, eval_every=1)
     for name in "abc":
         fleet.connect(name)
     fleet.offers("a", 0)
-    rounds = [exam.round for exam in fleet.node.exams]
-    assert rounds == [1]
+    updates = [exam.updates for exam in fleet.node.exams]
+    assert updates == [1]
     (one, number), (other, last) = fleet.training().items()
     fleet.offers(one, number)
     assert len(fleet.node.exams) == 1
     fleet.offers(other, last)
-    assert [exam.round for exam in fleet.node.exams] == [1, 3]
+    assert [exam.updates for exam in fleet.node.exams] == [1, 3]
 
 
 def finished(fleet, *names):
@@ -858,7 +863,7 @@ def finished(fleet, *names):
 
 
 def test_the_run_is_closed_when_all_that_are_there_have_answered_the_last_exam():
-    fleet = Fleet(clients=2, rounds=1)
+    fleet = Fleet(clients=2, updates=1)
     fleet.connect("a")
     fleet.connect("b")
     told = fleet.offers("a", 0)
@@ -876,7 +881,7 @@ def test_the_run_is_closed_when_all_that_are_there_have_answered_the_last_exam()
 
 
 def test_the_run_is_closed_without_those_who_do_not_answer_the_last_exam():
-    fleet = Fleet(clients=1, rounds=1, closing=60.0)
+    fleet = Fleet(clients=1, updates=1, closing=60.0)
     fleet.connect("a")
     fleet.now = 5.0
     fleet.offers("a", 0)
@@ -887,7 +892,7 @@ def test_the_run_is_closed_without_those_who_do_not_answer_the_last_exam():
 
 
 def test_who_comes_back_is_asked_the_last_exam_again():
-    fleet = Fleet(clients=1, rounds=1, adapt_epochs=2)
+    fleet = Fleet(clients=1, updates=1, adapt_epochs=2)
     fleet.connect("a")
     [_, asked] = fleet.offers("a", 0)
     fleet.now = 1_000.0
@@ -904,7 +909,7 @@ def test_who_comes_back_is_asked_the_last_exam_again():
 
 
 def test_who_comes_after_the_end_hears_so():
-    fleet = Fleet(clients=3, rounds=1)
+    fleet = Fleet(clients=3, updates=1)
     fleet.connect("a", tested=0)
     fleet.offers("a", 0)
     fleet.hold()
@@ -920,39 +925,39 @@ def test_who_comes_after_the_end_hears_so():
 
 
 def test_an_update_after_the_last_round_waits_for_an_extension_with_its_client():
-    fleet = Fleet(clients=2, rounds=1)
+    fleet = Fleet(clients=2, updates=1)
     for name in "ab":
         fleet.connect(name, tested=0)
     fleet.offers("a", 0)
     assert fleet.offers("b", 1) == []
-    assert fleet.node.round == 1
+    assert fleet.node.updates == 1
     fleet.tick(1.0)
     assert fleet.node.closed
-    fleet.restart(rounds=3)
+    fleet.restart(updates=3)
     assert not fleet.node.closed
     assert kinds(fleet.connect("b", offering=1)) == [Welcome]
     assert kinds(fleet.offers("b", 1)) == [Acknowledge, Work]
 
 
 def test_an_update_written_down_in_the_same_group_as_the_last_one_is_not_folded():
-    fleet = Fleet(clients=2, rounds=1)
+    fleet = Fleet(clients=2, updates=1)
     for name in "ab":
         fleet.connect(name)
     fleet.hold()
     fleet.offers("a", 0)
     fleet.offers("b", 1)
     fleet.release()
-    assert fleet.node.round == 1
+    assert fleet.node.updates == 1
     assert fleet.training().keys() == {"a", "b"}
     assert Acknowledge(1) not in fleet.told("b")
 
 
 def test_an_extended_run_continues_with_what_was_chosen_at_its_end():
-    fleet = Fleet(clients=1, rounds=1)
+    fleet = Fleet(clients=1, updates=1)
     fleet.connect("a", tested=0)
     assert works(fleet.offers("a", 0)) == []  # chosen, and not sent
     fleet.tick(1.0)
-    fleet.restart(rounds=2)
+    fleet.restart(updates=2)
     assert works(fleet.connect("a")) == [(1, False)]
     fleet.offers("a", 1)
     fleet.tick(2.0)
@@ -961,11 +966,11 @@ def test_an_extended_run_continues_with_what_was_chosen_at_its_end():
 
 
 def test_a_client_that_is_quicker_than_the_record_of_an_extension_is_not_sent_away():
-    fleet = Fleet(clients=1, rounds=1)
+    fleet = Fleet(clients=1, updates=1)
     fleet.connect("a", tested=0)
     fleet.offers("a", 0)
     fleet.tick(1.0)
-    fleet.restart(hold=True, rounds=2)
+    fleet.restart(hold=True, updates=2)
     told = fleet.connect("a")
     assert kinds(told) == [Welcome, Work]
     fleet.tick(2.5)
@@ -983,7 +988,7 @@ def test_a_run_that_was_shortened_is_closed():
     fleet = Fleet(clients=1)
     fleet.connect("a")
     fleet.offers("a", 0)
-    fleet.restart(rounds=1)
+    fleet.restart(updates=1)
     fleet.tick(1.0)
     assert fleet.node.closed
 
@@ -1017,7 +1022,7 @@ def test_telling_the_node_what_happens_changes_nothing_that_lasts():
     ],
 )
 def test_a_node_continues_from_its_state_bit_for_bit(strategy):
-    fleet = Fleet(clients=4, slots=3, strategy=strategy, eval_every=2)
+    fleet = Fleet(clients=4, concurrency=3, strategy=strategy, eval_every=2)
     for name in "abc":
         fleet.connect(name)
     fleet.tick(61.0)  # all have missed a deadline

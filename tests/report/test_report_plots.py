@@ -142,7 +142,7 @@ def test_large_and_tiny_data_can_be_drawn(tmp_path):
     draw = np.random.default_rng(0)
     many = {f"s{index}": [curve(0.1, draw.random())] for index in range(33)}
     assert size(plot_curves(many, ACCURACY, tmp_path / "many.png", x="messages"))[1] > 700
-    size(plot_curves({"one": [curve(0.5)]}, ACCURACY, tmp_path / "one.png", x="rounds"))
+    size(plot_curves({"one": [curve(0.5)]}, ACCURACY, tmp_path / "one.png", x="updates"))
     size(plot_staleness({0: 1}, tmp_path / "zero.png"))
     size(plot_staleness({5000: 1, 3: 2}, tmp_path / "far.png"))
     size(plot_labels(draw.integers(0, 9, (100, 47)), tmp_path / "labels.png", np.arange(100) % 30))
@@ -170,7 +170,8 @@ def test_time_is_logarithmic_if_one_takes_far_longer(long, logarithmic, tmp_path
     text = plot_curves(runs, ACCURACY, tmp_path / "a.svg").read_text()
     assert ("simulated time (s), logarithmic" in text) == logarithmic
     assert (
-        "logarithmic" not in plot_curves(runs, ACCURACY, tmp_path / "b.svg", x="rounds").read_text()
+        "logarithmic"
+        not in plot_curves(runs, ACCURACY, tmp_path / "b.svg", x="updates").read_text()
     )
 
 
@@ -335,7 +336,7 @@ def test_no_module_of_the_report_imports_matplotlib_until_it_draws():
 
 def test_a_diagnosis_is_drawn_and_nothing_to_draw_is_an_error(tmp_path):
     terms = {"noise": 0.0, "bias": 0.3, "delay": 0.02, "gradient": 0.5}
-    rows = [{"round": 10 * k, **terms} for k in range(1, 4)]
+    rows = [{"updates": 10 * k, **terms} for k in range(1, 4)]
     path = plot_diagnosis(rows, [0.5, 0.3, 0.2], tmp_path / "diagnosis.png")
     assert path.stat().st_size > 10_000
     with pytest.raises(PolytempoError, match="nothing was diagnosed"):

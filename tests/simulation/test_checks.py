@@ -7,22 +7,22 @@ import pytest
 from polytempo.core.events import KINDS, Event
 from polytempo.simulation.checks import Checker, InvariantError
 
-SLOTS = 2
+CONCURRENCY = 2
 
 
-def event(kind, time, client, dispatch=None, round=0, version=0, **details) -> Event:
+def event(kind, time, client, dispatch=None, updates=0, version=0, **details) -> Event:
     if client is not None:
         details["client"] = client
     if dispatch is not None:
         details["dispatch"] = dispatch
-    return KINDS[kind](n=-1, time=time, round=round, version=version, **details)
+    return KINDS[kind](n=-1, time=time, updates=updates, version=version, **details)
 
 
 def numbered(events: list[Event]) -> list[Event]:
     return [replace(e, n=n) for n, e in enumerate(events)]
 
 
-# Two slots, three clients; the served model changes with every update but the second.
+# Two concurrency, three clients; the served model changes with every update but the second.
 HISTORY = numbered(
     [
         event("evaluate", 0.0, None, metric="accuracy", value=0.1, loss=2.3),  # 0
@@ -51,15 +51,15 @@ HISTORY = numbered(
 )
 
 
-def check(events: list[Event], slots: int = SLOTS) -> None:
-    checker = Checker(slots)
+def check(events: list[Event], concurrency: int = CONCURRENCY) -> None:
+    checker = Checker(concurrency)
     for e in events:
         checker.happened(e)
 
 
-def broken_at(events: list[Event], index: int, why: str, slots: int = SLOTS) -> None:
+def broken_at(events: list[Event], index: int, why: str, concurrency: int = CONCURRENCY) -> None:
     """The checker accepts everything before `index` and refuses that one."""
-    checker = Checker(slots)
+    checker = Checker(concurrency)
     for e in events[:index]:
         checker.happened(e)
     with pytest.raises(InvariantError, match=why) as error:
@@ -81,7 +81,7 @@ def without(index: int) -> list[Event]:
 
 def test_a_right_history_passes():
     check(HISTORY)
-    check(HISTORY, slots=3)
+    check(HISTORY, concurrency=3)
 
 
 def test_any_beginning_of_a_right_history_passes():
@@ -106,12 +106,12 @@ def test_events_are_numbered_without_gaps():
     broken_at(HISTORY[1:], 0, "follows event -1")
 
 
-# -- slots -----------------------------------------------------------------------------------------
+# -- concurrency ----------------------------------------------------------------------------------
 
 
-def test_slots_are_not_exceeded():
-    broken_at(HISTORY, 2, "only 1 slots", slots=1)
-    broken_at(inserted(3, event("dispatch", 0.0, 2, 9)), 3, "only 2 slots")
+def test_concurrency_is_not_exceeded():
+    broken_at(HISTORY, 2, "concurrency is 1", concurrency=1)
+    broken_at(inserted(3, event("dispatch", 0.0, 2, 9)), 3, "only 2 concurrency")
 
 
 def test_a_multicast_takes_no_slot():
@@ -195,7 +195,7 @@ def test_a_restart_needs_a_client_in_training():
 @pytest.mark.parametrize(("index", "right"), [(3, 0), (7, 0), (11, 1), (20, 1)])
 @pytest.mark.parametrize("off", [-1, 1])
 def test_staleness_is_recounted(index, right, off):
-    broken_at(changed(index, staleness=right + off), index, f"{right} rounds passed")
+    broken_at(changed(index, staleness=right + off), index, f"{right} updates passed")
 
 
 @pytest.mark.parametrize(("index", "right"), [(3, 0), (7, 0), (11, 0), (20, 1)])
@@ -205,21 +205,21 @@ def test_versions_are_recounted(index, right, off):
 
 
 def test_staleness_after_a_restart_counts_from_the_multicast():
-    """Event 11 answers dispatch 2 of round 1; the one that it replaced was of round 0."""
-    broken_at(changed(11, staleness=2), 11, "1 rounds passed")
+    """Event 11 answers dispatch 2, sent after update 1; the one that it replaced, before."""
+    broken_at(changed(11, staleness=2), 11, "1 updates passed")
 
 
 @pytest.mark.parametrize("index", [0, 1, 4, 6, 13, 14, 16, 21])
 @pytest.mark.parametrize("off", [-1, 1])
 def test_rounds_count_uploads_and_nothing_else(index, off):
-    right = HISTORY[index].round
-    broken_at(changed(index, round=right + off), index, f"{right} updates were folded")
+    right = HISTORY[index].updates
+    broken_at(changed(index, updates=right + off), index, f"{right} updates were folded")
 
 
 @pytest.mark.parametrize("index", [3, 11, 20])
 def test_an_upload_is_a_round(index):
-    right = HISTORY[index].round
-    broken_at(changed(index, round=right - 1), index, f"{right} updates were folded")
+    right = HISTORY[index].updates
+    broken_at(changed(index, updates=right - 1), index, f"{right} updates were folded")
 
 
 def test_versions_never_go_back():

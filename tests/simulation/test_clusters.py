@@ -86,7 +86,14 @@ def world(every: int = 3) -> Simulator:
         module = nn.Linear(5, 4)
     task = Task(epochs=1, batch_size=4)
     return Simulator(
-        fed, module, Splits(), task=task, slots=3, eval_every=every, adapt_epochs=0, check=True
+        fed,
+        module,
+        Splits(),
+        task=task,
+        concurrency=3,
+        eval_every=every,
+        adapt_epochs=0,
+        check=True,
     )
 
 
@@ -111,7 +118,7 @@ def test_changes_are_dated_and_lead_to_the_present():
 
     def watch(event):
         if isinstance(event, Upload):
-            seen.append((event.round, event.time, simulator.strategy.clusters()))
+            seen.append((event.updates, event.time, simulator.strategy.clusters()))
 
     simulator.observers.append(watch)
     simulator.run(24)
@@ -135,13 +142,13 @@ def test_a_bounded_number_of_matrices_is_kept_spread_over_the_run():
         run = SimpleNamespace(strategy=Always(), federation=SimpleNamespace(groups=None, clients=3))
         kept = Clusters(run)
         for number in range(evaluations):
-            run.round, run.time = number, float(number)
+            run.updates, run.time = number, float(number)
             kept.evaluated({})
-        rounds = [round_ for round_, _, _ in kept.alike.kept]
-        assert len(rounds) <= MATRICES and len(rounds) >= min(evaluations, MATRICES // 2)
-        assert rounds[0] == 0
-        assert len(set(np.diff(rounds).tolist())) <= 1  # evenly
-        assert evaluations - rounds[-1] <= max(1, evaluations // (MATRICES // 2))
+        updates = [round_ for round_, _, _ in kept.alike.kept]
+        assert len(updates) <= MATRICES and len(updates) >= min(evaluations, MATRICES // 2)
+        assert updates[0] == 0
+        assert len(set(np.diff(updates).tolist())) <= 1  # evenly
+        assert evaluations - updates[-1] <= max(1, evaluations // (MATRICES // 2))
 
 
 def test_a_run_goes_on_with_what_it_kept(tmp_path):
@@ -164,7 +171,7 @@ def test_a_run_goes_on_with_what_it_kept(tmp_path):
 
 def test_strategies_without_clusters_have_no_such_columns():
     fed = Federation.load("synthetic:groups=2,samples=12,features=5,classes=4", clients=6)
-    simulator = Simulator(fed, nn.Linear(5, 4), FedAsync(), slots=3, adapt_epochs=0)
+    simulator = Simulator(fed, nn.Linear(5, 4), FedAsync(), concurrency=3, adapt_epochs=0)
     simulator.run(4)
     assert not {"clusters", "cluster_purity", "cluster_ari"} & set(simulator.history[-1])
     assert clusters(simulator).changes == [] and clusters(simulator).alike.kept == []
@@ -177,8 +184,8 @@ def test_casa_finds_the_true_groups_among_stragglers():
         federation,
         model="linear",
         strategy="casa",
-        rounds=200,
-        slots=16,
+        updates=200,
+        concurrency=16,
         refill="same",
         devices="casa-default",
         lr=0.05,

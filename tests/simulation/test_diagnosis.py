@@ -90,7 +90,7 @@ def diagnosis(run: Simulator) -> Diagnosis:
 
 def test_bias_and_delay_of_single_updates_by_hand():
     """FedBuff with a buffer of one: u is the sender's gradient at the model that it was sent."""
-    run = simulator("fedbuff:buffer_size=1,weighting=constant", slots=3)
+    run = simulator("fedbuff:buffer_size=1,weighting=constant", concurrency=3)
     held, models = {}, []
 
     def watch(event):
@@ -106,7 +106,7 @@ def test_bias_and_delay_of_single_updates_by_hand():
     stale = {client: w0 for client in range(CLIENTS)}
     w = w0
     run.run(40)
-    assert [row["round"] for row in diagnosis(run).rows] == list(range(1, 41))
+    assert [row["updates"] for row in diagnosis(run).rows] == list(range(1, 41))
     for row, (client, received) in zip(diagnosis(run).rows, models, strict=True):
         stale[client] = received
         u = received - centres[client]
@@ -129,7 +129,7 @@ def test_bias_and_delay_of_single_updates_by_hand():
 def test_all_clients_in_every_step_leave_no_bias(name):
     """ACE's cache is the stale gradient itself; FedBuff's buffer is that of fast clients."""
     ace = simulator(f"{name}:server_lr=0.05", noise=0.3)
-    buffered = simulator("fedbuff:buffer_size=2", slots=4)
+    buffered = simulator("fedbuff:buffer_size=2", concurrency=4)
     ace.run(120)
     buffered.run(120)
     assert len(diagnosis(ace).rows) > 50
@@ -142,7 +142,7 @@ def test_all_clients_in_every_step_leave_no_bias(name):
 
 
 def test_full_participation_without_delay_has_neither_bias_nor_delay():
-    run = simulator("fedavg", slots=CLIENTS)
+    run = simulator("fedavg", concurrency=CLIENTS)
     run.run(5 * CLIENTS)
     for row in diagnosis(run).rows:
         assert row["bias"] < 1e-10
@@ -152,7 +152,7 @@ def test_full_participation_without_delay_has_neither_bias_nor_delay():
 
 
 def test_several_local_steps_are_bias_not_noise():
-    run = simulator("fedavg", slots=CLIENTS, steps=5)
+    run = simulator("fedavg", concurrency=CLIENTS, steps=5)
     run.run(3 * CLIENTS)
     assert all(row["noise"] < 1e-10 for row in diagnosis(run).rows)
     assert diagnosis(run).rows[0]["bias"] > 1e-3
@@ -160,7 +160,7 @@ def test_several_local_steps_are_bias_not_noise():
 
 def test_noise_is_that_of_the_mini_batches():
     """The mean of six gradients, each with four numbers of variance 0.25."""
-    run = simulator("fedavg", slots=CLIENTS, noise=0.5)
+    run = simulator("fedavg", concurrency=CLIENTS, noise=0.5)
     run.run(400 * CLIENTS)
     noise = [row["noise"] for row in diagnosis(run).rows]
     expected = SIZE * 0.25 / CLIENTS
@@ -181,7 +181,7 @@ def test_steps_that_are_not_plain_gradients_cannot_be_diagnosed(name):
 @pytest.mark.parametrize("name", sorted(ONE_MODEL - UNKNOWN))
 def test_the_run_is_not_touched_and_can_be_resumed(name, tmp_path):
     plain, diagnosed, resumed = (
-        simulator(name, noise=0.1, steps=2, every=every, slots=3) for every in (None, 7, 7)
+        simulator(name, noise=0.1, steps=2, every=every, concurrency=3) for every in (None, 7, 7)
     )
     plain.run(30)
     plain.run(60)
@@ -210,7 +210,7 @@ def test_a_model_for_each_client_cannot_be_diagnosed():
 def test_shadows_are_told_what_the_strategy_is_told(name):
     """Losses and clients that leave included: they hold what it holds, and wait for whom it waits
     for."""
-    run = simulator(name, slots=4, refill="idle", dropout=Drop(probability=0.3))
+    run = simulator(name, concurrency=4, refill="idle", dropout=Drop(probability=0.3))
     run.run(40)
     assert run.messages["dispatch"] > 50  # some were lost
     run.server.leave(next(iter(run.server.open)))
@@ -231,14 +231,14 @@ def test_a_schedule_changes_where_a_gradient_leads():
     """A step is as long as the rate that its client was sent, not as that of now."""
     options = {
         "steps": 1,
-        "slots": 3,
+        "concurrency": 3,
         "schedule": SCHEDULES.create("exponential:gamma=0.9,every=1"),
     }
     run = simulator("fedasync:alpha=0.5,a=0", **options)
     uploads = []
     run.observers.append(lambda event: uploads.append(event) if isinstance(event, Upload) else 0)
     run.run(30)
-    sent = [event.round - 1 - event.staleness for event in uploads]
+    sent = [event.updates - 1 - event.staleness for event in uploads]
     steps = [row["step"] for row in diagnosis(run).rows]
     assert steps == pytest.approx([0.5 * RATE * 0.9**number for number in sent])
 

@@ -307,14 +307,14 @@ def test_a_share_of_the_clients_joins_at_a_time():
 
 
 def test_a_share_of_the_clients_joins_with_a_round():
-    changes = DROPOUTS.create("join:round=5,share=0.3").changes(10, 0)
-    assert {change.round for change in changes} == {5}
+    changes = DROPOUTS.create("join:updates=5,share=0.3").changes(10, 0)
+    assert {change.updates for change in changes} == {5}
     assert late(changes) == {change.client for change in changes} and len(changes) == 3
 
 
 def test_somebody_is_there_from_the_beginning():
-    assert len(late(DROPOUTS.create("join:round=5,share=0.9").changes(2, 0))) == 1
-    assert DROPOUTS.create("join:round=5,share=0").changes(4, 0) == []
+    assert len(late(DROPOUTS.create("join:updates=5,share=0.9").changes(2, 0))) == 1
+    assert DROPOUTS.create("join:updates=5,share=0").changes(4, 0) == []
 
 
 def test_who_leaves_later_is_not_late():
@@ -324,6 +324,6 @@ def test_who_leaves_later_is_not_late():
     assert late(there) == {2}
 
 
-@pytest.mark.parametrize("spec", ["join", "join:at=3,round=4", "join:round=3,share=1"])
+@pytest.mark.parametrize("spec", ["join", "join:at=3,updates=4", "join:updates=3,share=1"])
 def test_newcomers_that_cannot_be_are_refused(spec):
     assert "join" in one_line(lambda: DROPOUTS.create(spec))

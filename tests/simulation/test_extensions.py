@@ -64,7 +64,7 @@ def module() -> nn.Module:
 
 
 def world(small, *extensions: Extension, strategy="fedbuff:buffer_size=2", **options) -> Simulator:
-    given = {"adapt_epochs": 0, "eval_every": 6, "slots": 4, "devices": TwoSpeed()} | options
+    given = {"adapt_epochs": 0, "eval_every": 6, "concurrency": 4, "devices": TwoSpeed()} | options
     task = Task(epochs=1, batch_size=4, lr=0.05)
     made = Simulator(small, module(), STRATEGIES.create(strategy), task=task, **given)
     for extension in extensions:
@@ -74,7 +74,7 @@ def world(small, *extensions: Extension, strategy="fedbuff:buffer_size=2", **opt
 
 def peers(small, **options) -> PeerSimulator:
     strategy = STRATEGIES.create("p2p:local_steps=3,decision=every,decision.rounds=1")
-    given = {"adapt_epochs": 0, "eval_every": 40, "rounds": 160} | options
+    given = {"adapt_epochs": 0, "eval_every": 40, "updates": 160} | options
     return PeerSimulator(small, module(), strategy, task=Task(batch_size=8, lr=0.05), **given)
 
 
@@ -143,7 +143,7 @@ def test_an_extension_that_missed_the_beginning_is_refused(small):
     ("strategy", "options"),
     [
         ("fedbuff:buffer_size=2", {"dropout": Drop(probability=0.3)}),
-        ("fedbuff:buffer_size=2", {"dropout": Join(round=9, share=0.4)}),
+        ("fedbuff:buffer_size=2", {"dropout": Join(updates=9, share=0.4)}),
         ("fedbuff:buffer_size=2", {"dropout": Leave(at=3.0, share=0.4)}),
         ("pace:omega=20,latency_ms=3000", {}),
         ("fedavg", {}),
@@ -161,7 +161,7 @@ def test_a_resumed_checker_knows_what_one_that_saw_it_all_knows(small, strategy,
         save_state(tmp_path / f"{stop}", first.state_dict())
         second = world(small, strategy=strategy, check=True, **options)
         second.load_state_dict(load_state(tmp_path / f"{stop}"))
-        resumed, seen = second.extensions["checker"], Checker(second.slots)
+        resumed, seen = second.extensions["checker"], Checker(second.concurrency)
         assert isinstance(resumed, Checker)
         replayed = world(small, strategy=strategy, **options)
         replayed.observers.append(seen.happened)
@@ -178,9 +178,9 @@ def test_a_resumed_checker_still_sees_what_is_wrong(small):
     second.load_state_dict(first.state_dict())
     checker = second.extensions["checker"]
     client, number = next(iter(checker.training.items()))
-    head = (second.events, second.time, second.round, second.version)
+    head = (second.events, second.time, second.updates, second.version)
     wrong = Upload(*head, client, number, staleness=10**6, versions=0)
-    with pytest.raises(InvariantError, match="rounds passed"):
+    with pytest.raises(InvariantError, match="updates passed"):
         checker.happened(wrong)
     with pytest.raises(InvariantError, match="came before"):
         checker.popped((0.0, 0, 0))

@@ -14,7 +14,7 @@ from polytempo.training.problem import Classification, Metric, NextToken, Regres
 
 def history(*values: float, metric: str = "accuracy") -> list[dict]:
     """Evaluations at times 0, 10, 20, ...; the first one is that of the untrained model."""
-    return [{"time": 10.0 * i, "round": 5 * i, metric: v} for i, v in enumerate(values)]
+    return [{"time": 10.0 * i, "updates": 5 * i, metric: v} for i, v in enumerate(values)]
 
 
 def score(correct: float, total: float, loss: float) -> Score:

@@ -28,11 +28,11 @@ def module() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
 
 
-def simulation(fed, options="", rounds=160, **world):
+def simulation(fed, options="", updates=160, **world):
     """Eight peers, at most twenty local rounds of three steps each."""
     strategy = STRATEGIES.create(f"p2p:local_steps=3{options}")
     given = {"task": TASK, "eval_every": 40, "adapt_epochs": 0, "check": True, "seed": 0} | world
-    made = PeerSimulator(fed, module(), strategy, rounds=rounds, **given)
+    made = PeerSimulator(fed, module(), strategy, updates=updates, **given)
     log: list[dict] = []
     made.observers.append(lambda event: log.append(as_dict(event)))
     return made, log
@@ -91,8 +91,8 @@ def test_stopped_and_resumed_is_bit_identical(small, world, stop, tmp_path):
 def test_another_target_is_not_gone_on_with(small):
     first, _ = simulation(small)
     first.run(10)
-    second, _ = simulation(small, rounds=320)
-    with pytest.raises(PolytempoError, match=r"60 iterations.* not to 120; leave --rounds"):
+    second, _ = simulation(small, updates=320)
+    with pytest.raises(PolytempoError, match=r"60 iterations.* not to 120; leave --updates"):
         second.load_state_dict(first.state_dict())
 
 
@@ -155,7 +155,7 @@ def test_a_fusion_mixes_what_was_sent_into_the_weights_as_they_are(small):
         "synthetic:groups=2,kind=permutation,samples=24,features=12,classes=4", clients=2, seed=1
     )
     options = ",decision=always,fusion=naive,fusion.weight=0.25,milestones=[]"
-    simulator, log = simulation(fed, options, rounds=8, devices=Equal(jitter=0.0))
+    simulator, log = simulation(fed, options, updates=8, devices=Equal(jitter=0.0))
     simulator.run(8)
     pair = [alone(fed, client, Constant()) for client in range(2)]
     sent: list[torch.Tensor] = []
@@ -182,18 +182,18 @@ def test_fast_peers_are_ahead_until_they_are_done(small):
     assert min(fast) > 2 * max(slow)
     simulator.run(10_000)
     assert all(learner.iteration == 60 for learner in simulator.learners)
-    assert simulator.round == 160
+    assert simulator.updates == 160
     assert simulator.time == max(event["time"] for event in of_kind(log, "train"))
 
 
 @pytest.mark.parametrize("budget", [2, 3, 10, 31])
 @pytest.mark.parametrize("network", [None, Links(low=1e-3, high=1e-2)], ids=["instant", "slow"])
 def test_a_budget_of_messages_is_spent_and_not_exceeded(small, budget, network):
-    simulator, log = simulation(small, ",decision=always", network=network, rounds=8_000)
+    simulator, log = simulation(small, ",decision=always", network=network, updates=8_000)
     assert simulator.run(8_000, messages=budget) is True
     assert simulator.sent == budget - budget % 2 == len(of_kind(log, "exchange"))
-    assert simulator.round < 8_000
-    assert simulator.history[-1]["round"] == simulator.round
+    assert simulator.updates < 8_000
+    assert simulator.history[-1]["updates"] == simulator.updates
 
 
 def test_who_leaves_is_forgotten_and_who_comes_back_goes_on(small, tmp_path):
@@ -259,7 +259,7 @@ def test_an_exchange_with_a_peer_that_leaves_breaks_off_at_once(small, tmp_path)
 
 
 def test_a_lost_model_harms_nobody_and_a_delay_takes_time(small):
-    world = {"dropout": Drop(probability=0.5), "devices": Equal(unit=0.5)}  # rounds of 10 s or so
+    world = {"dropout": Drop(probability=0.5), "devices": Equal(unit=0.5)}  # updates of 10 s or so
     lossy, log = simulation(small, ",decision=always", **world)
     lossy.run(10_000)
     sent = len(of_kind(log, "exchange"))  # about as many in vain as there are pairings
@@ -351,5 +351,5 @@ def test_the_checker_notices(events, why):
                 "exchange": {"progress": 1.0},
                 "fuse": {"partner": partner, "weight": 0.5},
             }[kind]
-            head = {"n": number, "time": 0.0, "round": 0, "version": 0}
+            head = {"n": number, "time": 0.0, "updates": 0, "version": 0}
             checker.happened(KINDS[kind](**head, client=client, ticket="0.1.1", **about))

@@ -27,7 +27,7 @@ from solving import needs_compiler
 TASK = Task(epochs=1, batch_size=8, lr=0.05)
 HEAD = Parts(["head"])
 BODY_SIZE, HEAD_SIZE = 12 * 9 + 9, 9 * 4 + 4
-ROUNDS = 24
+UPDATES = 24
 NAMES = [name for name in STRATEGIES if STRATEGIES[name].engine == "server"]
 
 
@@ -43,7 +43,7 @@ def backend_of(fed: Federation, solver: str = "torch", workers: int = 0) -> Exec
 
 
 def simulator(fed: Federation, name: str, backend: Executor | None = None, **more) -> Simulator:
-    options = {"task": TASK, "slots": 4, "adapt_epochs": 1, "eval_every": 8, "check": True}
+    options = {"task": TASK, "concurrency": 4, "adapt_epochs": 1, "eval_every": 8, "check": True}
     options |= {"devices": TwoSpeed(factor=5.0), "network": Links(low=1e-3, high=1e-2)} | more
     backend = backend or backend_of(fed)
     strategy = STRATEGIES.create(name)
@@ -74,7 +74,7 @@ def runs() -> dict[str, Simulator]:
 def whole(small, name, runs) -> Simulator:
     if name not in runs:
         runs[name] = simulator(small, name)
-        runs[name].run(ROUNDS)
+        runs[name].run(UPDATES)
     return runs[name]
 
 
@@ -100,7 +100,7 @@ def test_only_the_shared_part_travels_and_the_head_is_everybodys_own(small, name
         return receive(update)
 
     simulation._act, simulation.server.receive = watch, listen
-    simulation.run(ROUNDS)
+    simulation.run(UPDATES)
     if simulation.strategy.communicates:
         assert {kind: simulation.bytes[kind] for kind in sent} == sent
         assert simulation.bytes["upload"] == sum(update.nbytes for update in uploads)
@@ -135,7 +135,7 @@ def test_a_client_is_tested_with_its_own_head(small, whole):
         sums = {"total": len(y), "loss": loss, "correct": correct, "top5": len(y)}
         scores.append(Score(sums))
     row = whole.history[-1]
-    assert whole.round == row["round"]
+    assert whole.updates == row["updates"]
     known = [scores[client] for client in whole._there()]
     for key, value in over_clients(known, whole.backend.solver.problem).items():
         assert row[key] == pytest.approx(value, rel=1e-5)
@@ -158,7 +158,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(small, name, keep, whole, t
         task = replace(task, optimizer=Sgd(momentum=0.0))
     if keep:
         expected = simulator(small, name, task=task)
-        expected.run(ROUNDS)
+        expected.run(UPDATES)
     else:
         expected = whole
     for piece in range(100):
@@ -166,7 +166,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(small, name, keep, whole, t
         if piece:
             part.load_state_dict(load_state(tmp_path / "state"))
         events = iter([False] * 25)
-        if part.run(ROUNDS, stop=lambda events=events: next(events, True)):
+        if part.run(UPDATES, stop=lambda events=events: next(events, True)):
             break
         save_state(tmp_path / "state", part.state_dict())
     assert piece >= 1
@@ -182,7 +182,7 @@ def crew(small) -> Iterator[Executor]:
 
 def test_workers_change_nothing(small, name, whole, crew):
     found = simulator(small, name, crew)
-    found.run(ROUNDS)
+    found.run(UPDATES)
     for flight in found.flights.values():
         crew.forget(flight.job)  # nobody will ask for it
     assert_same(found, whole)
@@ -191,7 +191,7 @@ def test_workers_change_nothing(small, name, whole, crew):
 @needs_compiler
 def test_the_native_solver_changes_the_last_digits_only(small, name, whole):
     found = simulator(small, name, backend_of(small, "native"))
-    found.run(ROUNDS)
+    found.run(UPDATES)
     for mine, theirs in ((bodies(found), bodies(whole)), (heads(found), heads(whole))):
         for a, b in zip(mine, theirs, strict=True):
             assert (a - b).norm() <= 1e-4 * b.norm()
@@ -201,10 +201,16 @@ def test_the_native_solver_changes_the_last_digits_only(small, name, whole):
 
 
 def test_fedavg_with_a_personal_head_is_fedper(small):
-    """Done again in torch: a body for all, a head for each, rounds of three clients."""
+    """Done again in torch: a body for all, a head for each, updates of three clients."""
     task = Task(epochs=2, batch_size=8, lr=0.05, optimizer=Sgd(momentum=0.9, weight_decay=0.01))
     backend = make_executor(module().double(), small, 0, HEAD, solver="torch", name="serial")
-    options = {"task": task, "slots": 3, "adapt_epochs": 0, "devices": TwoSpeed(), "check": True}
+    options = {
+        "task": task,
+        "concurrency": 3,
+        "adapt_epochs": 0,
+        "devices": TwoSpeed(),
+        "check": True,
+    }
     shared = backend.solver.layout.module
     simulation, log = Simulator(small, shared, FedAvg(), backend=backend, **options), []
     simulation.observers.append(log.append)
@@ -242,9 +248,9 @@ def test_fedavg_with_a_personal_head_is_fedper(small):
 
 def test_with_everything_but_a_bias_at_home_clients_hardly_meet(small):
     """Standalone and a personal body agree on the body: nobody else moves it."""
-    alone = simulate(small, model=module, strategy="standalone", rounds=24, **SETTINGS)
+    alone = simulate(small, model=module, strategy="standalone", updates=24, **SETTINGS)
     result = simulate(
-        small, model=module, strategy="fedavg", rounds=24, personal="1.*,3.weight", **SETTINGS
+        small, model=module, strategy="fedavg", updates=24, personal="1.*,3.weight", **SETTINGS
     )
     assert result.summary["parameters"] == 4
     models = [result.model(client) for client in range(8)]
@@ -254,18 +260,18 @@ def test_with_everything_but_a_bias_at_home_clients_hardly_meet(small):
     assert not torch.equal(alone.model(0)["3.bias"], alone.model(1)["3.bias"])
 
 
-SETTINGS = {"epochs": 1, "batch_size": 8, "lr": 0.05, "slots": 8, "adapt_epochs": 0}
+SETTINGS = {"epochs": 1, "batch_size": 8, "lr": 0.05, "concurrency": 8, "adapt_epochs": 0}
 
 
 @pytest.mark.parametrize("solver", ["auto", "torch"])
 def test_frozen_numbers_are_in_no_message_and_never_change(small, solver):
     settings = SETTINGS | {"solver": solver, "backend": "serial", "freeze": "1.*"}
-    result = simulate(small, model=module, strategy="pace", rounds=24, **settings)
+    result = simulate(small, model=module, strategy="pace", updates=24, **settings)
     assert result.summary["parameters"] == HEAD_SIZE
     sent = result.summary["messages"]
     assert sent["dispatch_bytes"] == 4 * HEAD_SIZE * sent["dispatch"]
     assert sent["upload_bytes"] == 4 * HEAD_SIZE * sent["upload"]
-    fresh = simulate(small, model=module, strategy="pace", rounds=8, **SETTINGS)
+    fresh = simulate(small, model=module, strategy="pace", updates=8, **SETTINGS)
     first = fresh.simulator.context.initial
     for client in range(8):
         found = result.model(client)
@@ -275,11 +281,11 @@ def test_frozen_numbers_are_in_no_message_and_never_change(small, solver):
 
 def test_adaptation_is_of_a_copy_own_head_included(small):
     simulation = simulator(small, "fedbuff")
-    simulation.run(ROUNDS)
+    simulation.run(UPDATES)
     before, row = heads(simulation), simulation.history[-1]
     each = []
     for client in range(8):
-        stream, memory = ("adapt", client, "round", ROUNDS), simulation.memory.get(client)
+        stream, memory = ("adapt", client, "round", UPDATES), simulation.memory.get(client)
         job = Job(client, simulation.strategy.model_for(client), TASK, stream, memory=memory)
         shared, _, memory = simulation.backend.solver.carry_out(job)
         simulation.layout.load(shared, memory[PERSONAL])

@@ -29,12 +29,12 @@ def linear(federation: Federation) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(features, federation.outputs))
 
 
-def engine(federation: Federation, strategy: str = "pooled", rounds: int = 3) -> PooledData:
+def engine(federation: Federation, strategy: str = "pooled", updates: int = 3) -> PooledData:
     return PooledData(
         federation,
         linear(federation),
         STRATEGIES.create(strategy),
-        rounds=rounds,
+        updates=updates,
         trainer_on=lambda data: AutogradSolver(linear(federation), data, 0),
         task=Task(batch_size=16, lr=0.1),
         eval_every=1,
@@ -106,7 +106,7 @@ def test_pooled_is_plain_training_on_all_data(skewed):
     job = Job(0, solver.layout.read(), replace(task, keep_optimizer=True), ("peer", 0))
     expected = solver.carry_out(job).upload
     torch.testing.assert_close(made.strategy.serve(5), expected, rtol=1e-5, atol=1e-6)
-    assert [row["round"] for row in made.history] == [0, 1, 2, 3]
+    assert [row["updates"] for row in made.history] == [0, 1, 2, 3]
     assert made.history[-1]["accuracy"] > 0.7
 
 

@@ -102,13 +102,13 @@ class InACounter(Counted):
         return super().fold(update, staleness)
 
 
-def run(strategy, small, rounds=20, **options):
+def run(strategy, small, updates=20, **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Linear(12, 4)
     task = Task(epochs=1, batch_size=8, lr=0.05)
     simulator = Simulator(small, module, strategy, task=task, adapt_epochs=0, seed=0, **options)
-    simulator.run(rounds)
+    simulator.run(updates)
     return simulator
 
 
@@ -149,17 +149,17 @@ def test_what_comes_back_as_something_else_is_found_where_it_fails(small):
 
 @pytest.mark.parametrize("strategy", [Momentum(), Cached()])
 def test_a_state_that_is_complete_passes_and_changes_nothing(small, strategy):
-    checked = run(strategy, small, rounds=80, check=True)
-    assert checked.round == 80
-    assert checked.fingerprint == run(strategy, small, rounds=80).fingerprint
+    checked = run(strategy, small, updates=80, check=True)
+    assert checked.updates == 80
+    assert checked.fingerprint == run(strategy, small, updates=80).fingerprint
 
 
 @pytest.mark.parametrize("strategy", ["fedbuff:buffer_size=3", "pace:omega=20", "casa", "fedavg"])
 def test_runs_with_losses_multicasts_and_newcomers_pass(small, strategy):
-    for dropout in ("drop:probability=0.3", "leave:at=2", "join:share=0.3,round=10"):
+    for dropout in ("drop:probability=0.3", "leave:at=2", "join:share=0.3,updates=10"):
         given = {"check": True, "dropout": DROPOUTS.create(dropout)}
-        checked = run(STRATEGIES.create(strategy), small, rounds=40, **given)
-        assert checked.round > 0
+        checked = run(STRATEGIES.create(strategy), small, updates=40, **given)
+        assert checked.updates > 0
 
 
 def test_with_a_diagnosis_it_is_the_strategy_that_is_restored(small):
@@ -170,5 +170,5 @@ def test_with_a_diagnosis_it_is_the_strategy_that_is_restored(small):
 
 def test_a_model_that_is_changed_while_clients_train_it_is_noticed_without_a_check(small):
     with pytest.raises(PolytempoError, match="InPlace changed a model in place after sending it"):
-        run(InPlace(), small, slots=3)
-    run(InPlace(), small, slots=1)  # where nobody trains it, it may
+        run(InPlace(), small, concurrency=3)
+    run(InPlace(), small, concurrency=1)  # where nobody trains it, it may

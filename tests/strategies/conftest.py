@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
 def simulated(small):
     """Run a strategy on a linear model; who came when."""
 
-    def run(strategy, task, rounds=80, dtype=torch.float64, **options):
+    def run(strategy, task, updates=80, dtype=torch.float64, **options):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             module = nn.Linear(12, 4).to(dtype)
@@ -36,7 +36,7 @@ def simulated(small):
         simulator = Simulator(small, module, strategy, task=task, **given)
         log, arrivals, sent, came = [], [], {}, 0
         simulator.observers.append(lambda event: log.append(as_dict(event)))
-        simulator.run(rounds)
+        simulator.run(updates)
         for event in log:
             if event["event"] == "dispatch":
                 sent[event["client"]] = came

@@ -81,11 +81,11 @@ class Client:
         return theta
 
 
-def simulated(small: Federation, spec: str, personal=(), rounds=24, task=TASK, **options):
+def simulated(small: Federation, spec: str, personal=(), updates=24, task=TASK, **options):
     """The run, and its events."""
     parts = Parts(list(personal)) if personal else ALL_SHARED
     backend = make_executor(module(), small, 0, parts, solver="torch", name="serial")
-    given = {"slots": COHORT, "adapt_epochs": 0, "eval_every": 1000, "check": True} | options
+    given = {"concurrency": COHORT, "adapt_epochs": 0, "eval_every": 1000, "check": True} | options
     simulator = Simulator(
         small,
         backend.solver.layout.module,
@@ -97,7 +97,7 @@ def simulated(small: Federation, spec: str, personal=(), rounds=24, task=TASK, *
     )
     log = []
     simulator.observers.append(lambda event: log.append(as_dict(event)))
-    simulator.run(rounds)
+    simulator.run(updates)
     return simulator, log
 
 

@@ -131,10 +131,10 @@ def test_incremental_equals_direct_over_a_thousand_arrivals(simulated):
         strategy = cls(server_lr=0.1)
         simulator, _ = simulated(strategy, TASK, 20, torch.float32)
         models = []
-        for rounds in range(50, 1001, 50):
-            simulator.run(rounds)
+        for updates in range(50, 1001, 50):
+            simulator.run(updates)
             models.append(strategy.model_for(0))
-        assert simulator.server.round == 1000
+        assert simulator.server.updates == 1000
         runs[cls] = torch.stack(models)
     assert (runs[ACE][-1] - runs[ACE][0]).abs().max() > 0.1
     assert (runs[ACE] - runs[ACEIncremental]).abs().max() < 1e-5
@@ -304,7 +304,7 @@ class Listing(ACE):
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("settings", [{}, {"slots": 5, "refill": "idle"}, {"slots": 5}])
+@pytest.mark.parametrize("settings", [{}, {"concurrency": 5, "refill": "idle"}, {"concurrency": 5}])
 def test_who_is_awaited_is_who_is_in_training_and_has_not_reported(seed, settings):
     context = Context(torch.zeros(2), [10] * 8, TASK, seed=seed)
     ours, theirs = (Server(kind(), context, **settings) for kind in (ACE, Listing))

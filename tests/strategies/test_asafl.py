@@ -27,7 +27,7 @@ def fold(strategy, theta, tau=0):
     dispatch(strategy, 100 + strategy.models.version)  # somebody holds every version
     vector = torch.as_tensor(theta, dtype=strategy.model_for(0).dtype)
     update = Update(0, 0, vector, 10, asked=strategy.context.task)
-    assert strategy.fold(update, Staleness(rounds=99, versions=tau)) is True
+    assert strategy.fold(update, Staleness(updates=99, versions=tau)) is True
     return strategy.model_for(0)
 
 
@@ -115,7 +115,7 @@ def test_a_model_of_length_zero_is_no_problem():
 
 def test_through_the_server_only_the_models_in_use_are_kept():
     strategy = ASAFL()
-    server = Server(strategy, Context(INITIAL, [10] * 6, TASK, 0), slots=3)
+    server = Server(strategy, Context(INITIAL, [10] * 6, TASK, 0), concurrency=3)
     training = {action.client: action for action in server.join(range(6))}
     for step in range(40):
         oldest = min(training, key=lambda c: training[c].number)

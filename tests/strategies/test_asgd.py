@@ -16,7 +16,7 @@ def moved(strategy, tau) -> float:
     """How far a gradient of 1 carries the model."""
     before = strategy.model_for(0)
     gradient = torch.ones(1, dtype=torch.float64)
-    changed = strategy.fold(Update(0, 0, gradient, 10), Staleness(rounds=tau, versions=77))
+    changed = strategy.fold(Update(0, 0, gradient, 10), Staleness(updates=tau, versions=77))
     found = float(strategy.model_for(0) - before)
     assert changed == (found != 0)
     return found
@@ -62,7 +62,7 @@ def test_vanilla_asgd_is_fedbuff_with_a_buffer_of_one(simulated):
     simulated(vanilla, task)
     fedbuff = FedBuff(buffer_size=1, server_lr=0.5, weighting="constant")
     fedbuff.local_steps = 3  # what the fixture asks for
-    simulated(fedbuff, task, slots=8, refill="same")
+    simulated(fedbuff, task, concurrency=8, refill="same")
     torch.testing.assert_close(vanilla.model_for(0), fedbuff.model_for(0), rtol=0, atol=1e-12)
 
 

@@ -54,7 +54,7 @@ def by_the_formula(arrivals, initial, n, strategy):
 @pytest.mark.parametrize("local_steps", [1, 3])
 def test_a_run_is_its_formula(simulated, mean_over, local_steps):
     strategy = CA2FL(buffer_size=4, mean_over=mean_over, server_lr=0.3, local_steps=local_steps)
-    simulator, arrivals = simulated(strategy, TASK, slots=4)
+    simulator, arrivals = simulated(strategy, TASK, concurrency=4)
     senders = [a.client for a in arrivals]
     assert any(len(set(senders[k : k + 4])) < 4 for k in range(0, 80, 4))  # somebody comes twice
     w = by_the_formula(arrivals, simulator.server.context.initial.numpy(), 8, strategy)

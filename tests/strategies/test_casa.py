@@ -184,7 +184,7 @@ def test_what_goes_is_of_the_least_value_summed_one_by_one(seed):
 
 
 def test_models_are_buffered_for_those_that_started_at_about_the_same_time():
-    casa = ready(clients=4, clock="rounds")
+    casa = ready(clients=4, clock="updates")
     for client in range(4):
         dispatch(casa, client)
     casa.t = 3  # three arrivals later
@@ -200,7 +200,7 @@ def test_models_are_buffered_for_those_that_started_at_about_the_same_time():
 @pytest.mark.parametrize(("earlier", "buffered"), [(3, True), (4, False), (5, False)])
 def test_the_limit_itself_is_too_long_before(earlier, buffered):
     """Four clients and no fading: r_c = 4. Client 1 started that many arrivals before client 0."""
-    casa = ready(clients=4, k=0.0, clock="rounds")
+    casa = ready(clients=4, k=0.0, clock="updates")
     dispatch(casa, 1)
     casa.t = earlier
     dispatch(casa, 0)
@@ -211,7 +211,7 @@ def test_the_limit_itself_is_too_long_before(earlier, buffered):
 
 def test_a_split_empties_buffers_of_what_comes_from_other_parts_and_precedes_storing():
     """Client 1 started 4 before the others: usual among six, too long among three."""
-    casa = ready(clients=6, k=0.0, clock="rounds")
+    casa = ready(clients=6, k=0.0, clock="updates")
     dispatch(casa, 1)
     casa.t = 4
     for client in (0, 2, 3, 4, 5):
@@ -442,12 +442,12 @@ def arrive(server, training, client, direction, random):
         training[action.client] = action
 
 
-def run(strategy, clients=12, absent=(), rounds=120):
+def run(strategy, clients=12, absent=(), updates=120):
     """Groups 0, 1, 2 by turns; clients upload in random order, all of them in training."""
     random = np.random.default_rng(4)
     server = Server(strategy, Context(torch.zeros(D), [10] * clients, Task(), seed=0))
     training = {a.client: a for a in server.join(c for c in range(clients) if c not in absent)}
-    for _ in range(rounds):
+    for _ in range(updates):
         client = int(random.choice(sorted(training)))
         arrive(server, training, client, 2 * unit(client % 3), random)
     return server, training, random
@@ -455,7 +455,7 @@ def run(strategy, clients=12, absent=(), rounds=120):
 
 @pytest.mark.parametrize("name", ["casa", "casa-d", "casa+", "casa:budget=4", "casa:clock=cluster"])
 def test_groups_are_found_from_updates_that_arrive_one_by_one(name):
-    server, *_ = run(STRATEGIES.create(name), rounds=400)
+    server, *_ = run(STRATEGIES.create(name), updates=400)
     truth = [client % 3 for client in range(12)]
     assert same_partition(server.strategy.clusters().tolist(), truth)
     assert len(server.strategy.buffer) <= server.strategy.buffer.budget
@@ -463,8 +463,8 @@ def test_groups_are_found_from_updates_that_arrive_one_by_one(name):
 
 def test_staleness_by_cluster_counts_what_the_own_cluster_has_folded():
     """Four clients start together, two of them upload; then two clusters, {0, 1} and {2, 3}. After
-    another upload of 0, client 1 is 3 behind and client 3 is 2; by rounds both are 3."""
-    for clock, expected in (("rounds", [0, 3, 0, 3]), ("cluster", [0, 3, 0, 2])):
+    another upload of 0, client 1 is 3 behind and client 3 is 2; by updates both are 3."""
+    for clock, expected in (("updates", [0, 3, 0, 3]), ("cluster", [0, 3, 0, 2])):
         casa = ready(clients=4, clock=clock)
         for client in range(4):
             dispatch(casa, client)
@@ -475,12 +475,12 @@ def test_staleness_by_cluster_counts_what_the_own_cluster_has_folded():
         casa.fold(Update(0, 1, unit(0), 10), Staleness(0, 0))
         casa.t += 1  # the next arrival
         assert casa.staleness().tolist() == expected
-        assert casa.age(3, rounds=3) == expected[3]
+        assert casa.age(3, updates=3) == expected[3]
         casa.leave_cluster(np.array([3]))
-        assert casa.age(3, rounds=3) == 3  # in none, so that rounds are all that is known
+        assert casa.age(3, updates=3) == 3  # in none, so that updates are all that is known
 
 
-@pytest.mark.parametrize("clock", ["rounds", "cluster"])
+@pytest.mark.parametrize("clock", ["updates", "cluster"])
 def test_the_clock_matters_only_where_there_are_clusters(clock):
     """Staleness 6 in a cluster of 8 is usual, and in one of 4 it is not, unless 4 of the 6 arrivals
     were others'."""
@@ -500,7 +500,7 @@ def test_the_clock_matters_only_where_there_are_clusters(clock):
     fading = omega(casa.t, casa.k)
     small = float(cluster_decay(2.0, fading, 4))
     assert weights[0] == pytest.approx(float(cluster_decay(2.0, omega(7, casa.k), 8)), abs=1e-6)
-    late = {"rounds": math.sqrt(6), "cluster": 1.0}[clock]
+    late = {"updates": math.sqrt(6), "cluster": 1.0}[clock]
     assert weights[1] == pytest.approx(small / late, abs=1e-6)
 
 
@@ -550,7 +550,7 @@ def test_large_clients_count_more_in_what_represents_a_cluster():
 @pytest.mark.parametrize("late", [9, 10, 11])
 def test_a_newcomer_joins_the_cluster_that_represents_it_best(late):
     """Client `late` is of group late % 3; it is first seen when the others have long parted."""
-    server, training, random = run(CASA(founders=3.0), absent=[late], rounds=200)
+    server, training, random = run(CASA(founders=3.0), absent=[late], updates=200)
     clusters = server.strategy.clusters()
     assert clusters[late] == -1
     assert len(set(clusters.tolist())) == 4
@@ -618,9 +618,9 @@ def test_nothing_is_buffered_for_who_has_left_until_it_is_back(training):
 
 def test_those_that_never_came_do_not_keep_models_from_others():
     """Nobody is waited for after 3 n arrivals; what was kept for those that did not come goes."""
-    server, *_ = run(CASA(founders=3.0), absent=[3, 7], rounds=36)
+    server, *_ = run(CASA(founders=3.0), absent=[3, 7], updates=36)
     assert len(server.strategy.buffer.authors(3)) > 0
-    server, *_ = run(CASA(founders=3.0), absent=[3, 7], rounds=60)
+    server, *_ = run(CASA(founders=3.0), absent=[3, 7], updates=60)
     assert server.strategy.clusters()[[3, 7]].tolist() == [-1, -1]
     assert not (server.strategy.buffer.holds[[3, 7]] >= 0).any()
 
@@ -711,7 +711,7 @@ def test_a_mask_of_the_wrong_size_is_refused_and_leaves_no_trace():
     bits = {"mask": torch.zeros(1, D // 8 + 1, dtype=torch.uint8)}
     with pytest.raises(Refused, match="a bit for each of 24 parameters"):
         server.receive(Update(actions[0].client, actions[0].number, torch.ones(D), 10, bits))
-    assert server.strategy.t == 0 and server.round == 0
+    assert server.strategy.t == 0 and server.updates == 0
 
 
 # -- more than chance ---------------------------------------------------------------------------
@@ -757,8 +757,8 @@ def paper_casa(n, moved, script, clock):
     buffer = [{} for _ in range(n)]
 
     def tau(i):
-        _, rounds, own = handed[i]
-        return folded[cluster[i]] - own if clock == "cluster" else t - rounds
+        _, updates, own = handed[i]
+        return folded[cluster[i]] - own if clock == "cluster" else t - updates
 
     for i, noise in script:
         taus = [tau(j) for j in range(n)]
@@ -802,7 +802,7 @@ def paper_casa(n, moved, script, clock):
     return cluster, model, alike
 
 
-@pytest.mark.parametrize("clock", ["rounds", "cluster"])
+@pytest.mark.parametrize("clock", ["updates", "cluster"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_equals_the_straight_line_derivation(seed, clock):
     random, n = np.random.default_rng(seed), 8

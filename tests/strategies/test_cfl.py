@@ -168,11 +168,11 @@ def test_what_a_client_received_is_forgotten_with_what_it_trained(kind):
 
 
 def test_the_threshold_rises_from_its_start_towards_1():
-    strategy = ready(ICFL(start=0.85, eps=4.0, rounds=500))
+    strategy = ready(ICFL(start=0.85, eps=4.0, updates=500))
     assert strategy.threshold == pytest.approx(0.85)
     strategy.t = 500
     assert strategy.threshold == pytest.approx(1 - 0.15 * 0.0183156, rel=1e-6)  # e^-4
-    assert ready(ICFLAsync()).rounds == 100 * strategy.rounds  # the paper's factor 0.01
+    assert ready(ICFLAsync()).updates == 100 * strategy.updates  # the paper's factor 0.01
 
 
 def test_a_cluster_that_is_not_alike_enough_is_parted_by_the_fiedler_vector():

@@ -41,8 +41,8 @@ def name(request):
 
 def server_for(strategy, storage=PLAIN_STORAGE) -> tuple[Server, dict[int, Dispatch]]:
     context = Context(INITIAL.clone(), SAMPLES, Task(), seed=3, storage=storage)
-    slots = len(SAMPLES) if strategy.all_slots else 3
-    server = Server(strategy, context, slots=slots)
+    concurrency = len(SAMPLES) if strategy.all_train else 3
+    server = Server(strategy, context, concurrency=concurrency)
     return server, {action.client: action for action in server.join(range(len(SAMPLES)))}
 
 
@@ -148,7 +148,7 @@ def test_models_change_stay_finite_and_are_never_modified_in_place(name):
     final = models(server)
     assert all(torch.isfinite(model).all() for model in final)
     assert any(not torch.equal(model, INITIAL) for model in final)
-    assert server.round == 40
+    assert server.updates == 40
     assert 0 < server.version <= 40
     assert torch.equal(INITIAL, torch.linspace(-1, 1, 10))
 
@@ -307,7 +307,7 @@ def test_state_survives_the_disk_at_any_moment(name, stop, tmp_path):
     fresh.load_state_dict(load_state(tmp_path / "state"))
     for step in range(stop, 30):
         answer(fresh, training, step)
-    assert (fresh.round, fresh.version) == (server.round, server.version)
+    assert (fresh.updates, fresh.version) == (server.updates, server.version)
     for ours, theirs in zip(models(fresh), models(server), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -337,10 +337,10 @@ def simulator(name, small, seed=0, **options):
     )
 
 
-def finish(simulation, rounds=60):
+def finish(simulation, updates=60):
     log = []
     simulation.observers.append(lambda event: log.append(as_dict(event)))
-    simulation.run(rounds)
+    simulation.run(updates)
     clients = range(simulation.federation.clients)
     final = torch.stack([simulation.strategy.model_for(client) for client in clients])
     return log, simulation.history, final, simulation.fingerprint
@@ -383,7 +383,7 @@ def test_stopped_and_resumed_is_bit_identical(name, small, stop, whole, tmp_path
 
 
 def test_it_learns(name, small):
-    history = finish(simulator(name, small), rounds=200)[1]
+    history = finish(simulator(name, small), updates=200)[1]
     assert history[-1]["accuracy"] > history[0]["accuracy"] + 0.05
     assert 0 <= history[-1]["accuracy_worst10"] <= history[-1]["accuracy"] <= 1
 
@@ -404,7 +404,7 @@ def noise(name, *options):
 
 def test_guards_that_leave_all_as_it_is_change_nothing(name, small, whole):
     """Nothing is clipped, no noise is added, all numbers are sent, nobody is cut down. What is
-    uploaded is taken apart and put together again, which rounds."""
+    uploaded is taken apart and put together again, which updates."""
     steps = (*noise(name, 1e9, 0.0), TopK(1.0))
     simulation = simulator(name, small, steps=steps, defence=Norm(1e9))
     log, _, final, _ = finish(simulation)

@@ -98,7 +98,7 @@ def trained(step, received, memory, train, **options):
     return session.result - received
 
 
-def distances(draws, project, clients=12, rounds=80, beta=0.8):
+def distances(draws, project, clients=12, updates=80, beta=0.8):
     """Clients with quadratic losses that have their minimum in common train to nearly the end, from
     where their lines lead, and arrive after long and uneven delays: how far from the minimum the
     server is, over time."""
@@ -119,7 +119,7 @@ def distances(draws, project, clients=12, rounds=80, beta=0.8):
         dispatch(strategy, client)
         sent[client] = strategy.t, strategy.model_for(client)
     found = [float(strategy.model_for(0).norm())]
-    for _ in range(rounds):
+    for _ in range(updates):
         client = int(draws.integers(clients))
         begin, start = sent[client]
         way = trained(line, start, memories[client], lambda x, c=client: shrinks[c] @ x)
@@ -139,7 +139,7 @@ def test_it_never_moves_away_from_a_common_minimum_of_quadratics(seed, beta):
 
 
 def test_without_looking_at_what_others_did_it_diverges_there():
-    found = distances(np.random.default_rng(0), False, clients=30, rounds=200)
+    found = distances(np.random.default_rng(0), False, clients=30, updates=200)
     assert max(found) > 20
 
 
@@ -260,7 +260,7 @@ def test_a_client_is_tested_under_its_prior_and_with_its_line(small, solver):
 
 
 def test_the_prior_is_in_the_model_that_a_user_gets(small):
-    result = simulate(small, model=module, strategy="descant", rounds=40, lr=0.05, adapt_epochs=0)
+    result = simulate(small, model=module, strategy="descant", updates=40, lr=0.05, adapt_epochs=0)
     correct = []
     for client in range(small.clients):
         network = module()

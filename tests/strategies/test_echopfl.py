@@ -104,7 +104,7 @@ def test_a_client_that_is_like_nobody_any_more_leaves_its_cluster():
 def test_who_trains_on_an_old_model_is_sent_a_fresh_one_and_no_one_else():
     strategy = EchoPFL(join=0.5, merge=0.9, alpha=0.5, a=0.0, broadcast=0.3)
     context = Context(torch.zeros(2), [10] * 4, Task(), seed=0)
-    server = Server(strategy, context, slots=4, refill="same")
+    server = Server(strategy, context, concurrency=4, refill="same")
     open_ = {action.client: action.number for action in server.join(range(4))}
 
     def upload(client: int, *theta: float) -> list[int]:
@@ -205,7 +205,7 @@ def test_a_run_equals_the_straight_line_derivation(seed):
     initial = torch.from_numpy(random.normal(size=D)).float()
     options = {"join": 0.4, "merge": 0.6, "alpha": 0.7, "a": 0.5, "broadcast": 0.25}
     strategy = EchoPFL(**options)
-    server = Server(strategy, Context(initial, [10] * CLIENTS, Task(), seed), slots=4)
+    server = Server(strategy, Context(initial, [10] * CLIENTS, Task(), seed), concurrency=4)
     training = {action.client: action.number for action in server.join(range(CLIENTS))}
     first, script, told = list(training), [], []
     for _ in range(60):
@@ -268,7 +268,7 @@ def test_the_cluster_of_the_sender_is_like_no_other_and_numbers_are_used_again(u
 
 def test_groups_are_found_without_knowing_their_number():
     fed = Federation.load("synthetic:groups=2,samples=40,features=8,classes=3", clients=8, seed=1)
-    settings = {"model": "linear", "rounds": 120, "eval_every": 40, "lr": 0.1, "progress": False}
-    result = simulate(fed, strategy="echopfl", slots=4, adapt_epochs=0, **settings)
+    settings = {"model": "linear", "updates": 120, "eval_every": 40, "lr": 0.1, "progress": False}
+    result = simulate(fed, strategy="echopfl", concurrency=4, adapt_epochs=0, **settings)
     assert result.summary["clusters"] == 2 and result.summary["unclustered"] == 0
     assert result.summary["cluster_ari"] == 1.0

@@ -34,7 +34,7 @@ def fold(strategy, delta, tau=0, client=0) -> bool:
     dispatch(strategy, 100 + strategy.models.version)  # somebody holds every version
     vector = torch.as_tensor(delta, dtype=torch.float64)
     update = Update(client, 0, vector, SAMPLES[client], asked=strategy.context.task)
-    return strategy.fold(update, Staleness(rounds=99, versions=tau))
+    return strategy.fold(update, Staleness(updates=99, versions=tau))
 
 
 def moved(strategy, *updates) -> list[float]:
@@ -121,7 +121,7 @@ def test_a_run_is_its_formula(small, control, momentum, weight_decay, dropout):
         epochs=2, batch_size=7, lr=0.02, optimizer=Sgd(momentum=momentum, weight_decay=weight_decay)
     )
     strategy = FedAC(buffer_size=3, beta1=0.8, beta2=0.95, control=control)
-    simulator, log = simulated(small, strategy, task, slots=4, dropout=dropout)
+    simulator, log = simulated(small, strategy, task, concurrency=4, dropout=dropout)
     assert max(event.get("versions", 0) for event in log) > 3
     assert any(event["event"] == "drop" for event in log) == bool(dropout.probability)
     initial = simulator.server.context.initial.numpy()

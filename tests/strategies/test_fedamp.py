@@ -58,7 +58,7 @@ def mean(row, models):
 def test_cohorts_keep_their_models_and_send_the_mean_of_those_alike(reference):
     """Under partial participation: everything goes to the client that it is meant for."""
     strategy = FedAMP(graph=Attention(sigma=3.0, self_weight=0.6, reference=reference))
-    server = Server(strategy, Context(INITIAL, SAMPLES, Task(), seed=2), slots=3)
+    server = Server(strategy, Context(INITIAL, SAMPLES, Task(), seed=2), concurrency=3)
     origin = INITIAL.numpy() if reference == "displacement" else np.zeros(5)
     models, rows = dict.fromkeys(range(5), INITIAL.numpy()), {}
     sent, anchored = server.join(range(5)), 0
@@ -94,7 +94,7 @@ def test_cohorts_keep_their_models_and_send_the_mean_of_those_alike(reference):
 @pytest.mark.parametrize("reference", ["model", "displacement"])
 def test_on_arrival_the_senders_row_is_estimated_and_the_upload_kept(reference):
     strategy = FedAMPAsync(graph=Attention(sigma=3.0, self_weight=0.6, reference=reference))
-    server = Server(strategy, Context(INITIAL, SAMPLES, Task(), seed=2), slots=3)
+    server = Server(strategy, Context(INITIAL, SAMPLES, Task(), seed=2), concurrency=3)
     origin = INITIAL.numpy() if reference == "displacement" else np.zeros(5)
     models, rows = dict.fromkeys(range(5), INITIAL.numpy()), {}
     training, anchored = list(server.join(range(5))), 0
@@ -256,7 +256,7 @@ def simulated(small, strategy, task, **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Linear(12, 4).double()
-    quiet = {"adapt_epochs": 0, "eval_every": 10_000, "check": True, "slots": 4}
+    quiet = {"adapt_epochs": 0, "eval_every": 10_000, "check": True, "concurrency": 4}
     world = {"task": task, "devices": TwoSpeed(factor=9.0), **quiet, **options}
     simulator = Simulator(small, module, strategy, **world)
     log = []

@@ -26,9 +26,9 @@ def displacements(number):
     return np.random.default_rng(number).normal(scale=0.1, size=(3, 4))
 
 
-def after(strategy, rounds):
+def after(strategy, updates):
     """The model when that many cohorts of all three clients have trained."""
-    for number in range(rounds):
+    for number in range(updates):
         model = strategy.model_for(0)
         for client, moved in enumerate(displacements(number)):
             vector = model + torch.from_numpy(moved)

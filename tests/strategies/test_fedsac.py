@@ -194,7 +194,7 @@ def test_a_wrong_basis_is_refused_and_leaves_no_trace(wrong, form):
         server.receive(Update(mine.client, mine.number, upload(8), 1, extras))
     assert same(server.state_dict(), before)
     server.receive(Update(mine.client, mine.number, upload(8), 1, {"basis": GOOD}))
-    assert server.round == 4
+    assert server.updates == 4
 
 
 def test_extras_that_nobody_asked_for_are_refused():
@@ -213,7 +213,7 @@ def network(units: int = 6) -> nn.Module:
         return nn.Sequential(nn.Linear(12, units), nn.Tanh(), nn.Linear(units, 4)).double()
 
 
-def simulated(small, strategy, task=None, rounds=40, **options):
+def simulated(small, strategy, task=None, updates=40, **options):
     """The simulator when it has run, and all updates that its server was sent."""
     simulator = Simulator(
         small,
@@ -233,7 +233,7 @@ def simulated(small, strategy, task=None, rounds=40, **options):
         return receive(update)
 
     simulator.server.receive = spying
-    simulator.run(rounds)
+    simulator.run(updates)
     return simulator, updates
 
 
@@ -246,7 +246,7 @@ def features_of(small, client, vector):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_clients_upload_the_principal_directions_of_their_features(small, form):
-    _, updates = simulated(small, FORMS[form](graph=Complement(k=2)), slots=4)
+    _, updates = simulated(small, FORMS[form](graph=Complement(k=2)), concurrency=4)
     assert len(updates) == 40
     for update in updates:
         features = features_of(small, update.client, update.vector)
@@ -271,7 +271,7 @@ def test_a_run_is_its_formula(small, graph):
         return torch.from_numpy(PCA(3, svd_solver="full").fit(features).components_)
 
     strategy = FedSaCAsync(graph=graph)
-    _, updates = simulated(small, strategy, slots=4)
+    _, updates = simulated(small, strategy, concurrency=4)
     stored, kept = [initial.numpy() for _ in range(8)], [None] * 8
     for update in updates:
         i = update.client
@@ -282,7 +282,7 @@ def test_a_run_is_its_formula(small, graph):
         np.testing.assert_allclose(strategy.model_for(client).numpy(), stored[client], atol=1e-5)
 
     strategy = FedSaC(graph=graph)
-    simulator, updates = simulated(small, strategy, slots=4)
+    simulator, updates = simulated(small, strategy, concurrency=4)
     stored = [initial.numpy() for _ in range(8)]
     for begin in range(0, 40, 4):
         cohort = updates[begin : begin + 4]
@@ -303,19 +303,19 @@ def test_training_that_diverges_is_an_error_that_says_so(small, form, lr):
     """Features that are not finite have no principal directions."""
     task = Task(epochs=2, batch_size=8, lr=lr)
     with pytest.raises(Diverged, match="diverged; lower the learning rate"):
-        simulated(small, FORMS[form](), task, rounds=100)
+        simulated(small, FORMS[form](), task, updates=100)
 
 
 # -- on PACE's machinery --------------------------------------------------------------------------
 
 
 def test_on_pace_all_but_the_weights_is_paces(small):
-    named, _ = simulated(small, STRATEGIES.create("fedsac-pace:omega=20"), slots=4)
+    named, _ = simulated(small, STRATEGIES.create("fedsac-pace:omega=20"), concurrency=4)
     for plugged in (
         PACE(graph=Complement(), omega=20),
         STRATEGIES.create("pace:graph=fedsac,omega=20"),
     ):
-        other, _ = simulated(small, plugged, slots=4)
+        other, _ = simulated(small, plugged, concurrency=4)
         assert other.fingerprint == named.fingerprint
         for client in range(8):
             assert torch.equal(plugged.model_for(client), named.strategy.model_for(client))

@@ -22,7 +22,7 @@ def test_it_is_sgd_with_momentum_by_the_mean_gradient(small, momentum):
         torch.manual_seed(0)
         module = nn.Linear(12, 4).double()
     strategy, decay = FedSGD(), Steps((9, 15), gamma=0.5)
-    options = {"task": task, "slots": 3, "devices": TwoSpeed(), "adapt_epochs": 0}
+    options = {"task": task, "concurrency": 3, "devices": TwoSpeed(), "adapt_epochs": 0}
     simulator = Simulator(small, module, strategy, schedule=decay, check=True, **options)
     log: list[dict] = []
     simulator.observers.append(lambda event: log.append(as_dict(event)))
@@ -65,7 +65,7 @@ def test_options_that_became_a_setting_name_it_in_python_too():
 def test_a_budget_of_messages_is_spent_to_the_last(small, name, budget):
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     task = Task(epochs=1, batch_size=8)
-    options = {"task": task, "adapt_epochs": 0, "slots": 4, "check": True}
+    options = {"task": task, "adapt_epochs": 0, "concurrency": 4, "check": True}
     simulator = Simulator(small, module, STRATEGIES.create(name), **options)
     assert simulator.run(1000, messages=budget) is True
     assert simulator.sent == budget == sum(simulator.messages.values())

@@ -147,7 +147,7 @@ def test_true_groups_are_found(small):
         torch.manual_seed(1)
         nn.init.normal_(module[1].weight)
     task = Task(epochs=2, batch_size=8, lr=0.05)
-    simulator = Simulator(small, module, IFCA(k=2), task=task, slots=8, adapt_epochs=0)
+    simulator = Simulator(small, module, IFCA(k=2), task=task, concurrency=8, adapt_epochs=0)
     simulator.run(160)
     found = simulator.strategy.clusters()
     assert len(set(zip(found.tolist(), np.asarray(small.groups).tolist(), strict=True))) == 2

@@ -168,7 +168,7 @@ def test_pfedme_steps_towards_minimisers_near_the_anchor(small, asynchronous):
 def test_pfedmes_server_may_overshoot(small):
     """beta = 2: from the initial model, twice as far."""
     ends = [
-        simulated(small, f"pfedme:beta={beta}", rounds=COHORT)[0].strategy.model_for(0).numpy()
+        simulated(small, f"pfedme:beta={beta}", updates=COHORT)[0].strategy.model_for(0).numpy()
         for beta in (1, 2)
     ]
     close(ends[1] - START, 2 * (ends[0] - START))
@@ -198,7 +198,7 @@ def test_per_fedavg_steps_by_gradients_found_ahead(small, asynchronous):
 def test_a_look_ahead_that_is_left_over_is_undone(small):
     task = Task(steps=3, batch_size=8, lr=RATE, optimizer=TASK.optimizer)
     two = Task(steps=2, batch_size=8, lr=RATE, optimizer=TASK.optimizer)
-    ends = [simulated(small, "per-fedavg", task=each, rounds=3)[0] for each in (task, two)]
+    ends = [simulated(small, "per-fedavg", task=each, updates=3)[0] for each in (task, two)]
     assert torch.equal(ends[0].strategy.model_for(0), ends[1].strategy.model_for(0))
 
 
@@ -275,7 +275,7 @@ def rows_of(client, *name):
 
 def test_the_balance_is_for_training_alone(small):
     """The figures of FedROD's models have no prior in them."""
-    simulator, _ = simulated(small, "fedrod", rounds=12, eval_every=12)
+    simulator, _ = simulated(small, "fedrod", updates=12, eval_every=12)
     correct = []
     for client in range(8):
         theta = simulator.in_use(client).numpy()

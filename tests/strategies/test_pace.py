@@ -76,7 +76,7 @@ def test_staleness_decays_what_is_mixed_in():
 # -- a replay in plain Python, written from the paper -------------------------------------------
 
 
-def paper_pace(initial, samples, gamma, a, omega, capacity, slots, script):
+def paper_pace(initial, samples, gamma, a, omega, capacity, concurrency, script):
     """Algorithm 1 over Python lists. `script` says who uploads what, in which order; clients in
     `training` hold a model. Returns phi, W and who was multicast to after each arrival."""
     n, d = len(samples), len(initial)
@@ -87,7 +87,7 @@ def paper_pace(initial, samples, gamma, a, omega, capacity, slots, script):
     received = [0] * n  # round at which each client last received a model
     t = 0
     multicasts = []
-    training = set(slots)
+    training = set(concurrency)
     for i, theta, started in script:
         tau = t - received[i]
         phi[i] = list(theta)
@@ -141,7 +141,7 @@ def test_a_run_equals_the_straight_line_derivation(seed):
     megahertz = capacity * initial.nbytes * 8 / (0.3 * math.log2(11)) / 1e6 * 1.01
     graph = Likeness(gamma=0.9, reference="model")
     pace = PACE(omega=omega, bandwidth_mhz=megahertz, graph=graph)
-    server = Server(pace, Context(initial, samples, Task(), seed), slots=4, refill="idle")
+    server = Server(pace, Context(initial, samples, Task(), seed), concurrency=4, refill="idle")
     training = {action.client: action.number for action in server.join(range(6))}
     first = list(training)
     script, multicast_to = [], []
@@ -206,7 +206,7 @@ def test_a_hundred_thousand_clients_take_the_memory_of_those_that_have_uploaded(
 
 def in_flight(**staleness: int) -> list[InFlight]:
     flights = [InFlight(int(c[1:]), Staleness(tau, tau)) for c, tau in staleness.items()]
-    return sorted(flights, key=lambda flight: -flight.staleness.rounds)  # as the server does
+    return sorted(flights, key=lambda flight: -flight.staleness.updates)  # as the server does
 
 
 def test_default_budget_is_the_papers():
@@ -245,7 +245,7 @@ def test_multicast_is_the_first_group_that_exceeds_omega_within_the_budget(taus,
     assert pace.budget == budget
     flights = in_flight(**{f"c{client}": tau for client, tau in enumerate(taus)})
     groups = (flights[:size] for size in range(1, min(budget, len(flights)) + 1))
-    wanted = (g for g in groups if sum(flight.staleness.rounds**2 for flight in g) > omega)
+    wanted = (g for g in groups if sum(flight.staleness.updates**2 for flight in g) > omega)
     assert list(pace.refresh(flights)) == [flight.client for flight in next(wanted, [])]
 
 

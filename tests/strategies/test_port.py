@@ -28,7 +28,7 @@ def ready(strategy, initial=INITIAL) -> PORT:
 def fold(strategy, delta, tau=0, samples=10) -> bool:
     dispatch(strategy, 100 + strategy.models.version)  # somebody holds every version
     update = Update(0, 0, torch.as_tensor(delta), samples)
-    return strategy.fold(update, Staleness(rounds=99, versions=tau))
+    return strategy.fold(update, Staleness(updates=99, versions=tau))
 
 
 def moved(strategy, delta, tau=0):
@@ -298,7 +298,7 @@ def simulated(small, **options):
         module,
         strategy,
         task=task,
-        slots=8,
+        concurrency=8,
         devices=Scripted(),
         backend=recorder,
         adapt_epochs=0,

@@ -57,7 +57,7 @@ def test_both_travel_both_ways(small):
 
 def test_the_server_may_take_longer_steps(small):
     ends = [
-        simulated(small, f"scaffold:server_lr={rate}", rounds=COHORT)[0].strategy.model_for(0)
+        simulated(small, f"scaffold:server_lr={rate}", updates=COHORT)[0].strategy.model_for(0)
         for rate in (0.5, 1)
     ]
     half, whole = (end.numpy() - START for end in ends)

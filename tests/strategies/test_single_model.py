@@ -20,8 +20,8 @@ def update(client, values, samples=10):
     return Update(client, 0, torch.tensor(values), samples)
 
 
-def stale(rounds=0, versions=0):
-    return Staleness(rounds, versions)
+def stale(updates=0, versions=0):
+    return Staleness(updates, versions)
 
 
 def test_fedavg_is_the_sample_weighted_mean_of_the_cohort():
@@ -63,14 +63,14 @@ def test_fedprox_holds_clients_near_the_global_model():
 )
 def test_fedasync_weights_by_staleness(options, tau, weight):
     strategy = ready(FedAsync(alpha=0.6, **options))
-    strategy.fold(update(0, [0.0, 0.0, 0.0]), stale(rounds=tau, versions=99))
+    strategy.fold(update(0, [0.0, 0.0, 0.0]), stale(updates=tau, versions=99))
     torch.testing.assert_close(strategy.model_for(1), (1 - 0.6 * weight) * INITIAL)
 
 
 def test_fedasync_mixing_does_not_shrink_over_the_run():
     strategy = ready(FedAsync(alpha=0.5, weighting="polynomial"))
     for _ in range(2):
-        strategy.fold(update(0, [0.0, 0.0, 0.0]), stale(rounds=3))
+        strategy.fold(update(0, [0.0, 0.0, 0.0]), stale(updates=3))
     torch.testing.assert_close(strategy.model_for(0), 0.75 * 0.75 * INITIAL)
 
 
@@ -90,9 +90,9 @@ def test_fedbuff_divides_the_buffer_once():
 
 def test_fedbuff_weighs_staleness_in_versions_and_empties_its_buffer():
     strategy = ready(FedBuff(buffer_size=1))
-    strategy.fold(update(0, [4.0, 0.0, 0.0]), stale(rounds=99, versions=3))
+    strategy.fold(update(0, [4.0, 0.0, 0.0]), stale(updates=99, versions=3))
     torch.testing.assert_close(strategy.model_for(0), INITIAL + torch.tensor([2.0, 0.0, 0.0]))
-    strategy.fold(update(0, [0.0, 1.0, 0.0]), stale(rounds=99, versions=0))
+    strategy.fold(update(0, [0.0, 1.0, 0.0]), stale(updates=99, versions=0))
     torch.testing.assert_close(strategy.model_for(0), INITIAL + torch.tensor([2.0, 1.0, 0.0]))
 
 
@@ -105,7 +105,7 @@ def test_standalone_clients_never_see_each_other():
 
 def test_fedavg_through_the_server_waits_for_its_cohort_and_survives_losses():
     strategy = FedAvg()
-    server = Server(strategy, Context(INITIAL, (10, 30, 60), Task(), 0), slots=3)
+    server = Server(strategy, Context(INITIAL, (10, 30, 60), Task(), 0), concurrency=3)
     started = server.join(range(3))
     by_client = {action.client: action.number for action in started}
     assert server.receive(Update(0, by_client[0], torch.zeros(3), 10)) == []

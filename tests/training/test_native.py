@@ -311,8 +311,8 @@ def test_the_number_of_workers_does_not_change_a_bit(make, model):
             solver="native",
             backend="serial" if workers == 1 else "processes",
             workers=workers,
-            rounds=30,
-            slots=3,
+            updates=30,
+            concurrency=3,
             epochs=2,
             batch_size=6,
         )

@@ -151,7 +151,7 @@ def assert_same(found: Simulator, expected: Simulator) -> None:
 @needs_compiler
 def test_a_native_run_is_the_same_as_in_this_process(cluster, wide):
     def run(**settings):
-        settings |= {"strategy": PACE(omega=4), "rounds": 40, "epochs": 2, "batch_size": 8}
+        settings |= {"strategy": PACE(omega=4), "updates": 40, "epochs": 2, "batch_size": 8}
         return simulate(wide, model="mlp:hidden=150", adapt_epochs=1, **settings)
 
     expected = run(solver="native", backend="serial")

@@ -191,6 +191,6 @@ def test_a_peer_with_one_sample():
 
 @pytest.mark.parametrize("strategy", ["fedavg", "pace", "p2p"])
 def test_a_run_with_such_a_client(strategy):
-    result = pt.simulate(lonely(), model=normalised, strategy=strategy, rounds=12, check=True)
+    result = pt.simulate(lonely(), model=normalised, strategy=strategy, updates=12, check=True)
     assert result.summary["complete"]
     assert 0 <= result.accuracy <= 1

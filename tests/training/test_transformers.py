@@ -32,8 +32,8 @@ QUICK = {
     "lr": 1e-2,
     "epochs": 1,
     "batch_size": 8,
-    "slots": 2,
-    "rounds": 6,
+    "concurrency": 2,
+    "updates": 6,
     "eval_every": 3,
     "adapt_epochs": 0,
     "backend": "serial",
@@ -125,7 +125,7 @@ def test_local_training_is_that_of_plain_torch_and_peft(folder, model, federatio
 
 def test_fedavg_averages_what_clients_have_trained(model, federation):
     """One cohort of two clients: the mean of their adapters, by their samples."""
-    simulator = simulator_of(model, federation, rounds=2, slots=2)
+    simulator = simulator_of(model, federation, updates=2, concurrency=2)
     simulator.run(2)
     solver = AutogradSolver(
         build(model, Inputs.of(federation), 0, LORA), federation, 0, simulator.backend.solver.parts
@@ -141,7 +141,7 @@ def test_fedavg_averages_what_clients_have_trained(model, federation):
 
 
 def _dispatched(model, federation):
-    simulator = simulator_of(model, federation, rounds=2, slots=2)
+    simulator = simulator_of(model, federation, updates=2, concurrency=2)
     found = []
 
     def observe(event):
@@ -161,7 +161,7 @@ def test_frozen_numbers_stay_and_never_travel(model, federation, strategy):
     own = {"optimizer": "sgd"} if strategy == "ace" else {}
     given = QUICK | own
     if strategy == "p2p":
-        given = {name: given[name] for name in ("trainable", "optimizer", "backend", "rounds")}
+        given = {name: given[name] for name in ("trainable", "optimizer", "backend", "updates")}
     config = make_config({**given, "strategy": strategy})
     simulator = make_simulator(config, federation, model)
     module = simulator.layout.module
@@ -197,7 +197,7 @@ def test_the_model_of_a_client_is_whole(model, federation):
 
 def test_adapters_learn(model):
     federation = text_federation(model, clients=2, count=120)
-    settings = QUICK | {"rounds": 8, "epochs": 3, "eval_every": 8, "lr": 0.03}
+    settings = QUICK | {"updates": 8, "epochs": 3, "eval_every": 8, "lr": 0.03}
     result = simulate(federation, model=f"{model}:pooling=mean", **settings)
     assert result.accuracy > 0.5, "guessing is 25%"
 
@@ -214,7 +214,7 @@ def test_workers_change_nothing(model, federation):
 def test_a_resumed_run_is_the_run_that_was_never_stopped(model, federation, tmp_path, folder):
     settings = QUICK | {"keep_optimizer": True, "strategy": "fedbuff:buffer_size=2"}
     whole = simulate(federation, model=model, out=tmp_path / "whole", **settings)
-    part = settings | {"rounds": 3}
+    part = settings | {"updates": 3}
     simulate(federation, model=model, out=tmp_path / "part", **part)
     resumed = simulate(federation, model=model, out=tmp_path / "part", resume=True, **settings)
     assert resumed.fingerprint == whole.fingerprint
@@ -224,7 +224,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(model, federation, tmp_
 
 def test_another_backbone_does_not_resume_a_run(federation, model, tmp_path):
     mine = write_bert(tmp_path / "bert")
-    simulate(federation, model=f"hf:{mine}", out=tmp_path / "run", **QUICK | {"rounds": 2})
+    simulate(federation, model=f"hf:{mine}", out=tmp_path / "run", **QUICK | {"updates": 2})
     write_bert(mine, seed=1)
     with pytest.raises(PolytempoError, match="another frozen part"):
         simulate(federation, model=f"hf:{mine}", out=tmp_path / "run", resume=True, **QUICK)
@@ -241,7 +241,7 @@ def data(tmp_path):
     return str(tmp_path / "texts.npz")
 
 
-FLEET = {"partition": "iid", "clients": 2, "rounds": 4, "eval_every": 2, "adapt_epochs": 0}
+FLEET = {"partition": "iid", "clients": 2, "updates": 4, "eval_every": 2, "adapt_epochs": 0}
 
 
 def test_a_fleet_trains_adapters(model, data, tmp_path):

@@ -35,7 +35,7 @@ def test_a_training_from_dispatch_to_upload(log):
     assert activity.clients[2].staleness == 4 and activity.clients[2].updates == 1
     assert list(activity.trainings) == [(2, 0.0, 3.0, 4, DONE)]
     assert set(activity.bars({1, 2}, 10)) == {(2, 0.0, 3.0, 4, DONE), (1, 0.0, 3.0, 0, UNDER_WAY)}
-    assert [(p.time, p.round, p.messages, p.value) for p in activity.points] == [
+    assert [(p.time, p.updates, p.messages, p.value) for p in activity.points] == [
         (0.0, 0, 0, 0.1),
         (3.0, 1, 3, 0.5),
     ]
@@ -99,12 +99,12 @@ def test_lines_that_are_no_events_are_counted_and_do_no_harm(log):
         b"[1, 2]",
         b"null",
         b'{"event": "upload"}',
-        b'{"event": 7, "time": 1, "round": 0, "version": 0}',
-        b'{"event": "upload", "time": "soon", "round": 0, "version": 0}',
-        b'{"event": "upload", "time": NaN, "round": 0, "version": 0}',
-        b'{"event": "dispatch", "time": 1, "round": 0, "version": 0, "client": -1, "dispatch": 1}',
-        b'{"event": "dispatch", "time": 1, "round": 0, "version": 0, "client": 1e12}',
-        b'{"event": "upload", "time": 1, "round": 0, "version": 0, "client": 0, "staleness": []}',
+        b'{"event": 7, "time": 1, "updates": 0, "version": 0}',
+        b'{"event": "upload", "time": "soon", "updates": 0, "version": 0}',
+        b'{"event": "upload", "time": NaN, "updates": 0, "version": 0}',
+        b'{"event": "dispatch", "time": 1, "updates": 0, "version": 0, "client": -1, "dispatch": 1}',  # noqa: E501
+        b'{"event": "dispatch", "time": 1, "updates": 0, "version": 0, "client": 1e12}',
+        b'{"event": "upload", "time": 1, "updates": 0, "version": 0, "client": 0, "staleness": []}',
         b"\xff\xfe\x00",
         b"[" * 100_000,
     ]
@@ -112,7 +112,14 @@ def test_lines_that_are_no_events_are_counted_and_do_no_harm(log):
     assert activity.unreadable == len(bad) and activity.events == 0
     activity.feed([log("evaluate", 1.0, metric="mse", value=None, loss=None)])
     assert activity.points[0].value is None and activity.metric == "mse"
-    unknown = {"n": 1, "time": 2.0, "event": "of the future", "round": 0, "version": 0, "client": 1}
+    unknown = {
+        "n": 1,
+        "time": 2.0,
+        "event": "of the future",
+        "updates": 0,
+        "version": 0,
+        "client": 1,
+    }
     activity.feed([json.dumps(unknown).encode()])
     assert activity.events == 2
 

@@ -52,7 +52,9 @@ def test_runs_and_one_run(runs):
     other = client.get(f"/api/runs/{listed['key']}?order=number&have={found['have']}")
     assert other.status_code == 200
     with (runs / "one" / "events.jsonl").open("a") as file:
-        file.write('{"n": 1, "time": 1, "event": "leave", "client": 0, "round": 0, "version": 0}\n')
+        file.write(
+            '{"n": 1, "time": 1, "event": "leave", "client": 0, "updates": 0, "version": 0}\n'
+        )
     fresh = client.get(f"/api/runs/{listed['key']}", params={"have": found["have"]})
     assert fresh.json()["clients"]["counts"] == [2, 1, 0, 1]
 
@@ -122,7 +124,7 @@ def test_where_it_listens():
 def test_a_saved_page_holds_all_that_it_needs(runs, make_run, tmp_path):
     evil = make_run("evil")
     (evil / "about.json").write_text('{"command": "</script><script>alert(1)</script>"}')
-    np.savez(evil / "graph.npz", rounds=[1], times=[0.5], matrices=np.zeros((1, 4, 4)))
+    np.savez(evil / "graph.npz", updates=[1], times=[0.5], matrices=np.zeros((1, 4, 4)))
     page = tmp_path / "report.html"
     assert save([runs], page) == 2
     text = page.read_text(encoding="utf8")
@@ -133,6 +135,6 @@ def test_a_saved_page_holds_all_that_it_needs(runs, make_run, tmp_path):
     listed = {run["name"]: run["key"] for run in answers["/api/runs"]["runs"]}
     assert listed.keys() == {"one", "evil"}
     assert answers[f"/api/runs/{listed['one']}"]["clients"]["counts"] == [3, 1, 0, 0]
-    assert answers[f"/api/runs/{listed['evil']}/graph?number=0"]["round"] == 1
+    assert answers[f"/api/runs/{listed['evil']}/graph?number=0"]["updates"] == 1
     with pytest.raises(PolytempoError, match="no runs"):
         save([tmp_path / "nowhere"], page)

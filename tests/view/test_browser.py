@@ -77,7 +77,7 @@ def test_a_run_as_it_goes(browser, command, tmp_path):
     folder = tmp_path / "run"
     run = command(
         *("run", "--strategy", "pace", "--data", "digits", "--clients", 6, "--limit", 120),
-        *("--model", "linear", "--epochs", 1, "--rounds", 1_000_000, "--eval-every", 20),
+        *("--model", "linear", "--epochs", 1, "--updates", 1_000_000, "--eval-every", 20),
         *("--adapt-epochs", 0, "--backend", "serial", "--live", "--out", folder),
     )
     for line in run.stderr:
@@ -118,7 +118,7 @@ def test_a_run_as_it_goes(browser, command, tmp_path):
             browser.execute_script("return document.querySelector('.graph .plot').data?.length")
         )
     )
-    browser.execute_script("document.querySelector('input[name=x][value=round]').click()")
+    browser.execute_script("document.querySelector('input[name=x][value=updates]').click()")
     wait_for(lambda: check(all(x % 20 == 0 for x in points())))
 
     run.send_signal(2)  # Ctrl-C: the run stops, and the page sees it before the view ends

@@ -67,7 +67,7 @@ def test_without_events_the_page_says_how_to_get_them(make_run):
         file.write("0.0,0,0,0.1,2.0,0\n1.0,5,5,0.6,1.0,9\n")
     found = shown(folder)
     assert "--events" in found["notes"][0] and found["clients"] is None
-    assert found["round"] == 5 and found["figures"]["accuracy now"] == "60.0%"
+    assert found["updates"] == 5 and found["figures"]["accuracy now"] == "60.0%"
     assert found["figures"]["models sent"] == "9"
 
 
@@ -116,7 +116,7 @@ def test_thousands_of_clients_and_a_hundred_thousand_events_stay_small(make_run)
     for k in range(50_000):
         now += 0.01
         client, stale = draw.randrange(12_000), draw.randrange(300)
-        head = f'"n": {2 * k}, "time": {now}, "round": {k}, "version": {k}, "client": {client}'
+        head = f'"n": {2 * k}, "time": {now}, "updates": {k}, "version": {k}, "client": {client}'
         lines.append(f'{{{head}, "event": "dispatch", "dispatch": {k}}}\n')
         lines.append(
             f'{{{head}, "event": "upload", "dispatch": {k}, "staleness": {stale}, "versions": 0}}\n'
@@ -151,7 +151,7 @@ def test_matrices_are_ordered_and_averaged_over_blocks(make_run):
     for one, other in ((0, 3), (1, 4), (2, 5)):
         pairs[one, other] = pairs[other, one] = 1.0
     later = np.stack([np.zeros((6, 6), dtype=np.float32), pairs])
-    np.savez(folder / "graph.npz", rounds=[0, 7], times=[0.0, 2.5], matrices=later)
+    np.savez(folder / "graph.npz", updates=[0, 7], times=[0.0, 2.5], matrices=later)
     run = looked(folder)
     found = panels.matrix(run, "graph", -1)
     order = found["clients"]
@@ -159,8 +159,8 @@ def test_matrices_are_ordered_and_averaged_over_blocks(make_run):
         frozenset(pair) for pair in ((0, 3), (1, 4), (2, 5))
     }
     assert found["cells"][0][0] is None and found["cells"][0][1] == 1.0
-    assert (found["round"], found["time"], found["of"]) == (7, 2.5, 2)
-    assert panels.matrix(run, "graph", 0)["round"] == 0
+    assert (found["updates"], found["time"], found["of"]) == (7, 2.5, 2)
+    assert panels.matrix(run, "graph", 0)["updates"] == 0
     assert panels.matrix(run, "similarity", 0) is None
 
 
@@ -174,7 +174,7 @@ def test_blocks_are_means_of_what_is_known():
 def test_clusters_over_the_run(make_run, log):
     folder = make_run(events=[line for k in range(4) for line in a_training(log, k, 0.0, 1.0)])
     (folder / "clusters.csv").write_text(
-        "round,time,client,cluster\n1,0.0,0,0\n1,0.0,1,0\n3,1.0,1,1\n1,0,99,0\nx,y,z,w\n"
+        "updates,time,client,cluster\n1,0.0,0,0\n1,0.0,1,0\n3,1.0,1,1\n1,0,99,0\nx,y,z,w\n"
     )
     found = shown(folder)["clusters"]
     rows = dict(zip(found["clients"], found["cells"], strict=True))
@@ -189,7 +189,7 @@ GARBAGE = [
     b"[]",
     b"null",
     b"a,b\n1",
-    b"time,round\nx,y\n,\n",
+    b"time,updates\nx,y\n,\n",
     b'{"metric": 3}',
 ]
 
@@ -209,14 +209,16 @@ def test_damaged_and_foreign_files_never_matter(make_run, content):
 
 def test_wrong_types_in_right_places_never_matter(make_run):
     folder = make_run()
-    (folder / "config.toml").write_text('rounds = "many"\nclients = [1]\nstrategy = 3\nseed = {}\n')
+    (folder / "config.toml").write_text(
+        'updates = "many"\nclients = [1]\nstrategy = 3\nseed = {}\n'
+    )
     result = {"metric": {"name": 1}, "messages": [1], "complete": "yes", "strategy": {"x": 1}}
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "about.json").write_text('{"metric": {"name": "a b", "label": 1}}')
     np.savez(folder / "graph.npz", matrices=np.array(["a", "b"]))
-    np.savez(folder / "similarity.npz", matrices=np.zeros((2, 3, 3)), rounds=[1], times=[])
+    np.savez(folder / "similarity.npz", matrices=np.zeros((2, 3, 3)), updates=[1], times=[])
     shown(folder)
-    assert panels.matrix(looked(folder), "similarity", 1)["round"] is None
+    assert panels.matrix(looked(folder), "similarity", 1)["updates"] is None
 
 
 def test_whose_process_is_gone_has_stopped(make_run, log):

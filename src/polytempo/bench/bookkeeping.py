@@ -1,4 +1,4 @@
-"""What the server spends per arrival, apart from training, as clients and slots grow.
+"""What the server spends per arrival, apart from training, as clients and concurrency grow.
 
 A `Server` is driven directly with ready-made updates, by a strategy that does next to nothing
 (FedAsync, a linear model), in a process of its own: what is left are the counters, the open
@@ -23,7 +23,7 @@ from polytempo.core.task import Task
 from polytempo.strategies import FedAsync
 from polytempo.training.footprint import peak_memory
 
-SIZES = (  # clients, slots, arrivals
+SIZES = (  # clients, concurrency, arrivals
     (20_000, 10, 20_000),
     (20_000, 1_000, 20_000),
     (20_000, 10_000, 20_000),
@@ -33,23 +33,23 @@ PARAMETERS = 650  # a linear model for digits
 CHUNK = 200  # arrivals that are timed together
 
 
-def measure_bookkeeping(clients: int, slots: int, arrivals: int) -> dict[str, Any]:
+def measure_bookkeeping(clients: int, concurrency: int, arrivals: int) -> dict[str, Any]:
     """Microseconds of CPU per arrival (median over chunks of arrivals), and the peak memory."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(_measure, clients, slots, arrivals).result()
+        return pool.submit(_measure, clients, concurrency, arrivals).result()
 
 
-def _measure(clients: int, slots: int, arrivals: int) -> dict[str, Any]:
+def _measure(clients: int, concurrency: int, arrivals: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     empty = peak_memory()
     begin = time.process_time()
     context = Context(torch.zeros(PARAMETERS), [100] * clients, Task(), 0)
-    server = Server(FedAsync(), context, slots=slots)
+    server = Server(FedAsync(), context, concurrency=concurrency)
     flying = [action for action in server.join(range(clients)) if isinstance(action, Dispatch)]
     started = time.process_time() - begin
     vector, spent = torch.ones(PARAMETERS), []
-    order = rng(0, "bench", "bookkeeping").integers(slots, size=arrivals).tolist()
+    order = rng(0, "bench", "bookkeeping").integers(concurrency, size=arrivals).tolist()
     for first in range(0, arrivals, CHUNK):
         begin = time.process_time()
         for place in order[first : first + CHUNK]:
@@ -60,7 +60,7 @@ def _measure(clients: int, slots: int, arrivals: int) -> dict[str, Any]:
         spent.append((time.process_time() - begin) / len(order[first : first + CHUNK]))
     return {
         "clients": clients,
-        "slots": slots,
+        "concurrency": concurrency,
         "arrivals": arrivals,
         "arrival_us": 1e6 * median(spent),
         "slowest_us": 1e6 * max(spent),

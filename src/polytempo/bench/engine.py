@@ -39,7 +39,7 @@ from polytempo.training.footprint import peak_memory
 SPEEDS = ("fedasync", "fedbuff", "pace")
 UPDATES = 2_000
 CROWDS = ("fedasync", "fedbuff")
-CROWD = (1_000_000, 10_000, 20_000)  # clients, slots, updates
+CROWD = (1_000_000, 10_000, 20_000)  # clients, concurrency, updates
 STEPS = 8
 SHARDS, TRAINED, TESTED = 1_000, 24, 8  # of a crowd: shards, and their samples
 FEATURES, CLASSES = 32, 10
@@ -58,7 +58,7 @@ def measure_engine(
     return {
         "strategy": strategy,
         "clients": clients,
-        "slots": simulator.slots,
+        "concurrency": simulator.concurrency,
         "parameters": simulator.layout.size,
         "steps": STEPS,
         "backend": simulator.backend.name,
@@ -84,25 +84,25 @@ def _turn(simulator: Simulator, updates: int) -> dict[str, float]:
     return {f"{name}_us": 1e6 * seconds / updates for name, seconds in found.items()}
 
 
-def measure_crowd(strategy: str, clients: int, slots: int, updates: int) -> dict[str, Any]:
+def measure_crowd(strategy: str, clients: int, concurrency: int, updates: int) -> dict[str, Any]:
     """Microseconds of CPU per update, without evaluations; CPU seconds until the first update is
     in; and how much memory all of it takes."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(_measure_crowd, strategy, clients, slots, updates).result()
+        return pool.submit(_measure_crowd, strategy, clients, concurrency, updates).result()
 
 
-def _measure_crowd(strategy: str, clients: int, slots: int, updates: int) -> dict[str, Any]:
+def _measure_crowd(strategy: str, clients: int, concurrency: int, updates: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     empty, begin = peak_memory(), time.process_time()
-    simulator = _simulator(crowd(clients), strategy, slots=slots, eval_every=10**9)
+    simulator = _simulator(crowd(clients), strategy, concurrency=concurrency, eval_every=10**9)
     simulator.run(1)
     started, evaluated = time.process_time() - begin, simulator.wall["evaluation"]
     spent = _cpu(lambda: simulator.run(1 + updates)) - simulator.wall["evaluation"] + evaluated
     return {
         "strategy": strategy,
         "clients": clients,
-        "slots": slots,
+        "concurrency": concurrency,
         "parameters": simulator.layout.size,
         "steps": STEPS,
         "backend": simulator.backend.name,

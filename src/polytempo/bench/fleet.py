@@ -46,10 +46,10 @@ def measure_upload(model: str, *, sync: bool, repeats: int = 50) -> dict[str, An
         light = Light(server, ["one"], rest=0.0)
         stack.callback(light.close)
         light.connected()
-        _rounds(server, 3)
+        _arrive(server, 3)
         before = server.figures()
         light.begin()
-        _rounds(server, before["rounds"] + repeats)
+        _arrive(server, before["updates"] + repeats)
         latencies, after = light.end(), server.figures()
     commits = after["commits"] - before["commits"]
     return {
@@ -62,9 +62,9 @@ def measure_upload(model: str, *, sync: bool, repeats: int = 50) -> dict[str, An
     }
 
 
-def _rounds(server: Served, rounds: float) -> None:
+def _arrive(server: Served, updates: float) -> None:
     end = time.monotonic() + PATIENCE
-    while server.figures()["rounds"] < rounds:
+    while server.figures()["updates"] < updates:
         if time.monotonic() > end:
             raise PolytempoError("updates do not arrive; is the machine overloaded?")
         time.sleep(0.02)
@@ -98,14 +98,14 @@ def measure_load(
     """Clients that upload again as soon as they are sent work (or after a rest of about so many
     seconds): what the server does in a second, and what it costs."""
     with crowd(Spec(model, strategy, clients), rest) as (server, lights, how):
-        time.sleep(min(5.0, seconds / 2) + rest)  # the first round of everybody is over
+        time.sleep(min(5.0, seconds / 2) + rest)  # everybody's first training is over
         for light in lights:
             light.begin()
         before, begin = server.figures(), time.perf_counter()
         time.sleep(seconds)
         after, took = server.figures(), time.perf_counter() - begin
         latencies = [found for light in lights for found in light.end()]
-    updates = after["rounds"] - before["rounds"]
+    updates = after["updates"] - before["updates"]
     each = {key: (after[key] - before[key]) / updates * 1e3 for key in ("cpu", "node_cpu")}
     return {
         "model": model,
@@ -164,10 +164,10 @@ def measure_steady(
         "clients": clients,
         "rest_s": rest,
         "minutes": minutes,
-        "updates": after["rounds"] - before["rounds"],
-        "updates_per_s": (after["rounds"] - before["rounds"]) / (60 * minutes),
+        "updates": after["updates"] - before["updates"],
+        "updates_per_s": (after["updates"] - before["updates"]) / (60 * minutes),
         "server_cpu_ms": (after["cpu"] - before["cpu"])
-        / (after["rounds"] - before["rounds"])
+        / (after["updates"] - before["updates"])
         * 1e3,
         "empty_mb": how["empty_mb"],
         "lost_connections": sum(light.lost for light in lights),

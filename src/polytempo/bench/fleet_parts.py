@@ -64,8 +64,8 @@ def _serve(spec: Spec, folder: Path, orders: Connection) -> None:
             "strategy": spec.strategy,
             "model": spec.model,
             "clients": spec.clients,
-            "slots": spec.clients,
-            "rounds": 10**9,
+            "concurrency": spec.clients,
+            "updates": 10**9,
             "eval_every": 10**9,
             "epochs": spec.epochs,
         },
@@ -76,7 +76,7 @@ def _serve(spec: Spec, folder: Path, orders: Connection) -> None:
     node = make_node(what, Patience(float("inf")))
     folds = _Timed(strategy)
     multicasts: list[tuple[int, float]] = []
-    watch = Watch(node, what.problem, folder, lambda done, rounds, state: None, lambda event: None)
+    watch = Watch(node, what.problem, folder, lambda done, updates, state: None, lambda event: None)
 
     def listen(event: Any) -> None:
         if event.kind == "multicast":
@@ -100,7 +100,7 @@ def _serve(spec: Spec, folder: Path, orders: Connection) -> None:
         while orders.recv() == "figures":
             orders.send(
                 {
-                    "rounds": node.round,
+                    "updates": node.updates,
                     "cpu": time.process_time(),
                     "node_cpu": _thread_cpu(node_thread),
                     "fold_cpu": folds.seconds,

@@ -54,7 +54,7 @@ def measure_swap(trainer: Trainer, *, repeats: int = 200, epochs: int = 10**6) -
         stack.callback(light.close)
         light.connected()
         end = time.monotonic() + 0.3 * repeats + 60
-        while (rounds := server.figures()["rounds"]) < repeats and time.monotonic() < end:
+        while (updates := server.figures()["updates"]) < repeats and time.monotonic() < end:
             time.sleep(0.1)
         light.end()
         time.sleep(1.0)
@@ -64,7 +64,7 @@ def measure_swap(trainer: Trainer, *, repeats: int = 200, epochs: int = 10**6) -
         server.close()
     seconds = delays(server.multicasts, swapped)
     if len(seconds) < repeats // 2:
-        raise PolytempoError(f"only {len(seconds)} of {rounds:.0f} multicasts were swapped in")
+        raise PolytempoError(f"only {len(seconds)} of {updates:.0f} multicasts were swapped in")
     row = {"trainer": trainer, "what": TRAINERS[trainer], "swaps": len(seconds)}
     more = {"megabytes": 4e-6 * server.numbers, "overtaken": len(seconds) - len(swapped)}
     return {**row, **more, **percentiles(seconds)}

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from polytempo.data import Federation
 from polytempo.strategies.estimators import project_to_simplex
 
-STALENESS = 9  # of every update: the mean with ten slots
+STALENESS = 9  # of every update: the mean at a concurrency of ten
 
 
 class PlainLoop:

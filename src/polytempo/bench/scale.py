@@ -12,7 +12,7 @@ from typing import Any
 CLIENTS = (100, 1_000, 10_000)
 
 
-def measure_scale(clients: int, *, workers: int, rounds: int = 300) -> dict[str, Any]:
+def measure_scale(clients: int, *, workers: int, updates: int = 300) -> dict[str, Any]:
     """PACE on the synthetic federation, with models of LeNet's size (62,000 parameters)."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "polytempo", "run", "--json", "--out", f"{folder}/run"]
@@ -21,8 +21,8 @@ def measure_scale(clients: int, *, workers: int, rounds: int = 300) -> dict[str,
             "data": "synthetic",
             "clients": clients,
             "model": "mlp:hidden=1440",
-            "rounds": rounds,
-            "eval-every": rounds,
+            "updates": updates,
+            "eval-every": updates,
             "adapt-epochs": 0,
             "workers": workers,
         }
@@ -36,10 +36,10 @@ def measure_scale(clients: int, *, workers: int, rounds: int = 300) -> dict[str,
     return {
         "clients": clients,
         "parameters": result["parameters"],
-        "rounds": rounds,
+        "updates": updates,
         "peak_mb": result["peak_rss_mb"],
-        "training_ms": 1e3 * wall["training"] / rounds,
-        "server_ms": 1e3 * wall["server"] / rounds,
+        "training_ms": 1e3 * wall["training"] / updates,
+        "server_ms": 1e3 * wall["server"] / updates,
         "evaluation_s": wall["evaluation"],
         "total_s": wall["total"],
     }

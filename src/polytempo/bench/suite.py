@@ -90,10 +90,10 @@ def run_bench(
             for bank in BANKS if not quick or uploads * parameters <= 10**7 else ():
                 watch(f"server, {clients} clients, bank {bank}")
                 found["server"].append(measure_server(clients, parameters, uploads, bank))
-        for clients, slots, arrivals in BOOKS if "server" in parts else ():
+        for clients, concurrency, arrivals in BOOKS if "server" in parts else ():
             if not quick or clients <= 20_000:
-                watch(f"server, {clients} clients, {slots} slots")
-                found["bookkeeping"].append(measure_bookkeeping(clients, slots, arrivals))
+                watch(f"server, {clients} clients, concurrency {concurrency}")
+                found["bookkeeping"].append(measure_bookkeeping(clients, concurrency, arrivals))
         for parameters in PARAMETERS if "clusters" in parts else ():
             rows = []
             for clients in CLUSTERED[:2] if quick else CLUSTERED:

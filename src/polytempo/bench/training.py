@@ -65,7 +65,7 @@ def measure_training(
 
     def ours() -> float:
         order.clear()
-        target = simulator.server.round + arrivals
+        target = simulator.server.updates + arrivals
         return seconds(lambda: simulator.run(target)) / arrivals
 
     def theirs() -> dict[str, float]:

@@ -44,6 +44,15 @@ def options_of_all(
     """Asynchronous, personalised federated learning: simulate it, compare it, trust it."""
 
 
+def _renamed(error: Exception) -> str | None:
+    """For an option that has another name now: which."""
+    from polytempo.experiments.config import RENAMED
+
+    option = str(getattr(error, "option_name", ""))
+    new = RENAMED.get(option.removeprefix("--"))
+    return f"{option} is now called --{new}" if new else None
+
+
 def main() -> None:
     """Entry point: a user's mistake becomes a one-line message, not a traceback."""
     sys.path.insert(0, "")  # so that module:Class finds the user's module in this folder
@@ -62,6 +71,6 @@ def main() -> None:
         if not message:  # `polytempo` alone: its help was shown
             sys.exit(2)
         where = getattr(getattr(error, "ctx", None), "command_path", "polytempo")
-        complain(f"{message.rstrip('.')}; see {where} --help")
+        complain(f"{_renamed(error) or message.rstrip('.')}; see {where} --help")
         code = 2
     sys.exit(code)

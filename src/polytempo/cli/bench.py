@@ -119,7 +119,7 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
     crowd = [
         {
             "engine, many clients": f"{row['strategy']}, {row['clients']:,} clients, "
-            f"{row['slots']:,} slots",
+            f"concurrency {row['concurrency']:,}",
             "per update": f"{row['update_us']:,.0f} us",
             "updates per second": f"{row['updates_per_s']:,.0f}",
             "start": f"{row['start_s']:.1f} s",
@@ -143,7 +143,8 @@ def _tables(found: Mapping[str, Any]) -> list[list[dict[str, str]]]:
     ]
     bookkeeping = [
         {
-            "bookkeeping of the server": f"{row['clients']:,} clients, {row['slots']:,} slots",
+            "bookkeeping of the server": f"{row['clients']:,} clients, "
+            f"concurrency {row['concurrency']:,}",
             "per arrival": f"{row['arrival_us']:,.0f} us",
             "slowest 200": f"{row['slowest_us']:,.0f} us",
             "memory": f"{row['peak_mb']:,.0f} MB",

@@ -300,8 +300,8 @@ def fleet_command(
     out = out.expanduser() if out else RUNS / f"fleet-{of_run(chosen)}"
     with viewed(out, live), RunProgress(quiet=as_json) as progress:
         bar = progress.bar(str(chosen.strategy_table["name"]))
-        bar(0, chosen.rounds, "the clients begin")
-        watch = _Watch(bar, chosen.rounds)
+        bar(0, chosen.updates, "the clients begin")
+        watch = _Watch(bar, chosen.updates)
         rest = pause if pause is not None else PAUSE if devices else 0.0
         with (
             Fleet(chosen, out, slow=devices, pause=rest, options=options, watch=watch) as fleet,
@@ -415,8 +415,8 @@ def say_of_client(event: dict[str, Any]) -> None:
 class _Watch:
     """Follows a fleet by what its server says."""
 
-    def __init__(self, bar: Report, rounds: int) -> None:
-        self.bar, self.rounds, self.began = bar, rounds, False
+    def __init__(self, bar: Report, updates: int) -> None:
+        self.bar, self.updates, self.began = bar, updates, False
         self.here: set[str] = set()
         self.state = ""
 
@@ -433,10 +433,10 @@ class _Watch:
                 metric = MetricInfo(**found["metric"])
                 value = metric.text(found[metric.name])
                 self.state = f"t={found['seconds']:,.1f}s  {metric.name} {value}"
-                self.bar(found["arrivals"], self.rounds, self.state)
-        if "round" in event:
+                self.bar(found["arrivals"], self.updates, self.state)
+        if "updates" in event:
             self.state = f"t={event['time']:,.1f}s  {len(self.here)} clients"
-            self.bar(event["round"], self.rounds, self.state)
+            self.bar(event["updates"], self.updates, self.state)
 
 
 def _by_number(name: str) -> tuple[str, int]:

@@ -29,7 +29,7 @@ def replay_command(
         str | None,
         typer.Option(help="What to simulate on, if the server had no data: a folder of files."),
     ] = None,
-    rounds: Annotated[
+    updates: Annotated[
         int | None, typer.Option(min=1, help="Updates to simulate \\[as many as recorded].")
     ] = None,
     as_json: Json = False,
@@ -65,7 +65,7 @@ def replay_command(
     found, load = {f"{recorded.summary['strategy']}, recorded": recorded}, LastFederation()
     with RunProgress(quiet=as_json) as progress:
         for name in strategy:
-            config = in_simulator(folder, name, data=data, rounds=rounds)
+            config = in_simulator(folder, name, data=data, updates=updates)
             place = folder / "replay" / slug(name)
             found[f"{name}, simulated"] = settle(config, place, load, progress.watch(name))
     if as_json:

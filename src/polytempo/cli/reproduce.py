@@ -54,7 +54,7 @@ def reproduce_command(
     model: Annotated[
         str | None, typer.Option(help="Another model, such as resnet18 \\[the experiment's].")
     ] = None,
-    rounds: Annotated[
+    updates: Annotated[
         int | None,
         typer.Option(min=1, help="Another length, in updates, such as 50000 \\[the experiment's]."),
     ] = None,
@@ -87,7 +87,7 @@ def reproduce_command(
     if experiment is None:
         _list_experiments(as_json)
         return
-    chosen = load_experiment(experiment, model, rounds, variant)
+    chosen = load_experiment(experiment, model, updates, variant)
     columns, rows = choose_columns(chosen, dataset, partition), choose_rows(chosen, only)
     place = Place(out.expanduser(), chosen, quick)
     jobs = jobs or cores()
@@ -113,7 +113,7 @@ def reproduce_command(
         again = f"polytempo reproduce {experiment} --dataset {name}" + " --quick" * quick
         again += f" --variant {variant}" if variant else ""
         again += f" --model {model}" if model else ""
-        again += f" --rounds {rounds}" if rounds else ""
+        again += f" --updates {updates}" if updates else ""
         folders.append(write_report(place, name, again))
     results = {column: collect(place, column) for column in columns}
     tables = {column: table(place, column, results[column]) for column in columns}

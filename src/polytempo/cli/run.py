@@ -37,7 +37,7 @@ def run_command(
     resume_from: Annotated[
         Path | None,
         typer.Option(
-            "--resume", help="Resume the run in this folder (optionally with more --rounds)."
+            "--resume", help="Resume the run in this folder (optionally with more --updates)."
         ),
     ] = None,
     live: Live = False,
@@ -46,24 +46,24 @@ def run_command(
 ) -> None:
     """Run one strategy on a federation, on a simulated clock.
 
-    Example: polytempo run --strategy pace:graph.gamma=2 --data digits --clients 20 --rounds 400
+    Example: polytempo run --strategy pace:graph.gamma=2 --data digits --clients 20 --updates 400
 
     Ctrl-C stops between two events; continue with --resume FOLDER.
     """
     with RunProgress(quiet=as_json) as progress:
         if resume_from is not None:
             resume_from = resume_from.expanduser()
-            rounds, workers = settings.pop("rounds", None), settings.pop("workers", None)
+            updates, workers = settings.pop("updates", None), settings.pop("workers", None)
             if settings or config or out:
                 name = "config" if config else "out" if out else next(iter(settings))
                 raise PolytempoError(
-                    f"--resume takes its settings from {resume_from}; only --rounds and --workers "
+                    f"--resume takes its settings from {resume_from}; only --updates and --workers "
                     f"can be changed, not --{name.replace('_', '-')}"
                 )
             folder = resume_from
             observer = progress.watch(folder.name)
             with viewed(folder, live):
-                result = resume(folder, rounds=rounds, workers=workers, observer=observer)
+                result = resume(folder, updates=updates, workers=workers, observer=observer)
         else:
             if live:
                 settings["events"] = True

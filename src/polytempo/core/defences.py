@@ -3,7 +3,7 @@ all clients, and what is out of line is cut down before it is folded.
 
 A defence sees how far a client has moved the model that it was sent, or its gradient. It returns
 what is left of that; nothing at all counts as if the client had not moved the model. The update is
-folded in any case, so that rounds, slots and cohorts are as they would be without a defence, and no
+folded in any case, so that counters and cohorts are as they would be without a defence, and no
 strategy knows of it. `limit` is a query; what a defence remembers changes in `folded` alone.
 
     @DEFENCES.register("half")

@@ -19,7 +19,7 @@ class Event:
 
     n: int  # counts the events of a run, from 0
     time: float  # simulated seconds
-    round: int  # trainings that have counted, this one included if it is one
+    updates: int  # trainings that have counted, this one included if it is one
     version: int  # how often models have changed other than by local training
 
     def __init_subclass__(cls) -> None:
@@ -99,7 +99,7 @@ class Urgent(DispatchEvent):
 class Upload(DispatchEvent):
     """The client's update was folded in."""
 
-    staleness: int  # in rounds
+    staleness: int  # in updates
     versions: int  # in versions
 
 
@@ -185,8 +185,8 @@ def _spelling(kind: type[Event]) -> tuple[tuple[str, ...], attrgetter[tuple[Any,
     """The keys of such an event in the log, in order, and what reads their values."""
     names = [field.name for field in fields(kind)]
     who = [name for name in ("client", "dispatch") if name in names]
-    rest = [name for name in names if name not in ("n", "time", *who, "round", "version")]
-    keys = ("n", "time", "event", *who, "round", "version", *rest)
+    rest = [name for name in names if name not in ("n", "time", *who, "updates", "version")]
+    keys = ("n", "time", "event", *who, "updates", "version", *rest)
     return keys, attrgetter(*("kind" if key == "event" else key for key in keys))
 
 

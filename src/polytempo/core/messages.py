@@ -85,7 +85,7 @@ class Update:
 class Staleness:
     """How much happened between a dispatch and its update, the update itself not counted."""
 
-    rounds: int  # updates folded
+    updates: int  # updates folded
     versions: int  # times the served model(s) changed
 
 

@@ -15,7 +15,7 @@ from polytempo.core.errors import PolytempoError
 
 Direction = Literal["higher", "lower"]
 RESERVED = (  # columns of a history, keys of result.json and attributes of a result beside metrics
-    *("time", "round", "version", "messages", "dispatch", "upload", "multicast", "exchange"),
+    *("time", "updates", "version", "messages", "dispatch", "upload", "multicast", "exchange"),
     *("announce", "claim", "peer", "iteration", "factor", "iterations", "fusion_effect"),
     *("announcements", "fusions", "seconds", "id", "run", "target", "client", "failed"),
     *("strategy", "options", "seed", "complete", "federation", "metric", "simulated_time"),

@@ -61,12 +61,12 @@ class Steps(Schedule):
 
 @SCHEDULES.register("cosine")
 class Cosine(Schedule):
-    """Down to the share `floor` over `rounds`, by half a cosine: slowly, fast, slowly; then it
+    """Down to the share `floor` over `updates`, by half a cosine: slowly, fast, slowly; then it
     stays there."""
 
-    rounds: Positive
+    updates: Positive
     floor: Annotated[float, Field(ge=LEAST, le=1)] = 0.01
 
     def factor(self, t: int) -> float:
-        passed = min(t / self.rounds, 1.0)
+        passed = min(t / self.updates, 1.0)
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * passed)) / 2

@@ -8,16 +8,17 @@ Theory of operation
    training which dispatches are *open*: the one that started it and the multicasts since. An update
    answers one of them, and closes them all. (A multicast may cross the upload on the wire: then the
    update answers the older dispatch, and its staleness is counted from there.)
-3. Two counters: `round` goes up by one with each update folded, `version` each time that what is
+3. Two counters: `updates` goes up by one with each update folded, `version` each time that what is
    served has changed. Staleness is how far they have moved since the dispatch. The learning
-   rate that a client is sent follows the run's schedule, by `round`.
-4. At most `slots` clients are in training. The *refill* says who starts when a slot becomes free:
+   rate that a client is sent follows the run's schedule, by `updates`.
+4. At most `concurrency` clients are in training, each in a *slot*. The *refill* says who starts
+   when a slot becomes free:
    "idle"    a uniformly random client that is not in training;
    "same"    the sender, at once;
-   "cohort"  nobody until all are in, then a random cohort as large as `slots`. A synchronous method
-             is this policy plus `Strategy.close_cohort`: there is no second code path.
+   "cohort"  nobody until all are in, then a random cohort of `concurrency` clients. A synchronous
+             method is this policy plus `Strategy.close_cohort`: there is no second code path.
    A *newcomer*, a client that joins for the first time once updates have been folded, does
-   not wait for a slot: it is sent a model at once. As long as there are more than `slots` in
+   not wait for a slot: it is sent a model at once. As long as there are more than `concurrency` in
    training, nobody else is started. (With "cohort" it may be chosen from the next cohort on.)
    Nobody at all is started before `wait_for` members are there; from then on it does not matter.
 5. An update is checked in full before anything changes, against what its own dispatch asked for.
@@ -72,7 +73,7 @@ class Open(NamedTuple):
     asked for."""
 
     number: int
-    round: int
+    updates: int
     version: int
     task: Task
     sent: Dispatch | None = None  # itself, if the answer must be compared with it
@@ -89,14 +90,14 @@ class Open(NamedTuple):
 
 
 class Server:
-    """Versions, staleness, slots and refill around one strategy."""
+    """Versions, staleness, concurrency and refill around one strategy."""
 
     def __init__(
         self,
         strategy: Strategy,
         context: Context,
         *,
-        slots: int | None = None,
+        concurrency: int | None = None,
         refill: Refill | None = None,
         schedule: Schedule | None = None,
         steps: Sequence[ClientStep] = (),
@@ -106,21 +107,21 @@ class Server:
         `defence`: what stands between updates and the strategy."""
         self.strategy = strategy
         self.context = context
-        self.slots = context.clients if slots is None else slots
+        self.concurrency = context.clients if concurrency is None else concurrency
         self.refill: Refill = refill or strategy.refill
         self.schedule = schedule or Constant()
         self.steps, self.defence = tuple(steps), defence
-        if not 1 <= self.slots <= context.clients:
+        if not 1 <= self.concurrency <= context.clients:
             raise PolytempoError(
-                f"slots must be between 1 and the number of clients, {context.clients}; "
-                f"got {self.slots}"
+                f"concurrency must be between 1 and the number of clients, {context.clients}; "
+                f"got {self.concurrency}"
             )
-        self.round = 0
+        self.updates = 0
         self.version = 0
         self.members = ClientSet(context.clients)
         self.known = ClientSet(context.clients)  # who is, or has been, a member
         self.idle = ClientSet(context.clients)  # members that are not in training
-        # By client; who was sent something last comes last, in earlier rounds by id. (A plain dict
+        # By client; who was sent something last comes last, in earlier updates by id. (A plain dict
         # is slow at its beginning once many entries there are gone.)
         self.open: OrderedDict[int, list[Open]] = OrderedDict()
         self.dispatches = 0  # sent so far
@@ -144,7 +145,7 @@ class Server:
                     f"client {wrong} cannot join: ids go from 0 to {self.context.clients - 1}"
                 )
         new: list[int] = []
-        if self.round and self.refill != "cohort":
+        if self.updates and self.refill != "cohort":
             new = [client for client in joining.tolist() if client not in self.known]
         self.members.add_all(joining)
         self.known.add_all(joining)
@@ -188,7 +189,7 @@ class Server:
             self._fold(update, sent)
             self.defence.folded(moved, changed=left is not moved)
         self._sort_latest()
-        self.round += 1
+        self.updates += 1
         return self._close(update.client, self.strategy.reply_to)
 
     # -- how it answers ------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Server:
         return self._age(next(sent for sent in self.open[client] if sent.number == number))
 
     def _age(self, sent: Open) -> Staleness:
-        return Staleness(self.round - sent.round, self.version - sent.version)
+        return Staleness(self.updates - sent.updates, self.version - sent.version)
 
     def in_flight(self) -> InFlights:
         """The clients in training, most stale first, by what they were last sent."""
@@ -216,9 +217,10 @@ class Server:
         return changed
 
     def _sort_latest(self) -> None:
-        """The round is over: put the clients that were sent something in it, the last of `open`, in
-        the order of their ids. So all of `open` is in order, and each dispatch was sorted once."""
-        latest = takewhile(lambda c: self.open[c][-1].round == self.round, reversed(self.open))
+        """An update is folded: put the clients that were sent something since the one before, the
+        last of `open`, in the order of their ids. So all of `open` is in order, and each dispatch
+        was sorted once."""
+        latest = takewhile(lambda c: self.open[c][-1].updates == self.updates, reversed(self.open))
         found = sorted(latest)
         if len(found) > 1:
             for client in found:
@@ -241,7 +243,7 @@ class Server:
             self._send(named, self.strategy.model_for, preempt=True) for named in refreshed
         ]
         actions += [Stop(named, self.open[named][-1].number) for named in stopped]
-        room = len(self.open) < self.slots  # not so if there are newcomers
+        room = len(self.open) < self.concurrency  # not so if there are newcomers
         if self.refill == "same" and client in self.members and room:
             actions.append(self._send(client, model))
         return actions + self._fill()
@@ -251,7 +253,7 @@ class Server:
             return []
         if not self.dispatches and len(self.members) < self.wait_for:
             return []
-        free = self.slots - len(self.open)
+        free = self.concurrency - len(self.open)
         if free <= 0 or not self.idle:
             return []
         stream = rng(self.context.seed, "server", "refill", self.dispatches)
@@ -270,7 +272,7 @@ class Server:
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False
     ) -> Dispatch:
         params, task = model(client), self._task(client)
-        factor = self.schedule.factor(self.round)
+        factor = self.schedule.factor(self.updates)
         if factor != 1:
             task = replace(task, lr=task.lr * factor)
         vectors = self.strategy.vectors_for(client)
@@ -279,7 +281,7 @@ class Server:
         self.idle.discard(client)
         compared = self.defence is not None or task.compression is not None
         kept = dispatch if compared and task.upload == "model" else None
-        sent = Open(dispatch.number, self.round, self.version, task, kept)
+        sent = Open(dispatch.number, self.updates, self.version, task, kept)
         self.open.setdefault(client, []).append(sent)
         self.open.move_to_end(client)
         self.strategy.dispatched(dispatch)
@@ -358,7 +360,7 @@ class Server:
         """Everything that the server and its strategy must remember, as it is: save it before the
         server continues."""
         return {
-            "round": self.round,
+            "updates": self.updates,
             "version": self.version,
             "members": list(self.members),
             "known": list(self.known),
@@ -373,7 +375,7 @@ class Server:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state`."""
-        self.round, self.version = state["round"], state["version"]
+        self.updates, self.version = state["updates"], state["version"]
         self.members, self.known, self.idle = (ClientSet(self.context.clients) for _ in range(3))
         members = np.array(state["members"], dtype=np.int64)
         self.members.add_all(members)
@@ -399,11 +401,11 @@ def _check_extras(update: Update, wanted: Mapping[str, int]) -> None:
 
 
 def _read_open(
-    number: int, round_: int, version: int, task: Any, sent: Mapping[str, Any] | None = None
+    number: int, updates: int, version: int, task: Any, sent: Mapping[str, Any] | None = None
 ) -> Open:
     """What `Open.state` described (before there were defences, without the last)."""
     dispatch = None if sent is None else read_dispatch(sent)
-    return Open(number, round_, version, TASKS.create(task), dispatch)
+    return Open(number, updates, version, TASKS.create(task), dispatch)
 
 
 class _InFlights:

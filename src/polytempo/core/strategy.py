@@ -124,7 +124,7 @@ class Strategy(Options):
     paper: ClassVar[str] = ""
     engine: ClassVar[Kind] = "server"  # what it runs on
     refill: ClassVar[Refill] = "idle"  # who is started when a slot falls free, unless overridden
-    all_slots: ClassVar[bool] = False  # every client trains all the time, unless refill is set
+    all_train: ClassVar[bool] = False  # every client trains all the time, unless refill is set
     single_model: ClassVar[bool] = False  # everybody is handed the same model
     personal: ClassVar[tuple[str, ...]] = ()  # what stays with its client, unless a run says more
     to_fine_tune: ClassVar[bool] = False  # what is served is for clients to fine-tune, not to use
@@ -141,8 +141,8 @@ class Strategy(Options):
         """The client, unknown before, has enrolled in a fleet: `context.samples` has its number of
         samples from now on. (In a simulation all are known from the beginning.)"""
 
-    def rounds_of_run(self, given: int, clients: int) -> int:
-        """How many rounds a run has if this many were asked for."""
+    def updates_of_run(self, given: int, clients: int) -> int:
+        """How many updates a run has if this many were asked for."""
         return given
 
     def fold(self, update: Update, staleness: Staleness) -> bool:

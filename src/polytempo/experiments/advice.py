@@ -20,13 +20,13 @@ def advice(result: RunResult, config: RunConfig) -> str | None:
         return None
     one = engine.strategy.single_model
     level = constant_level(engine.federation, one)
-    if engine.round == 0 or level > 0.9 or not result.value <= level + NEAR:
+    if engine.updates == 0 or level > 0.9 or not result.value <= level + NEAR:
         return None
     whom = "the same label for everybody" if one else "each client's commonest label"
     return (
         f"{result.metric.text(result.value)} is no better than always predicting {whom} "
         f"({result.metric.text(level)}): the models have hardly learned. Try a larger --lr (now "
-        f"{config.lr:g}), a smaller --batch-size ({config.batch_size}), more --rounds or --epochs"
+        f"{config.lr:g}), a smaller --batch-size ({config.batch_size}), more --updates or --epochs"
     )
 
 

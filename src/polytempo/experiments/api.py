@@ -31,7 +31,7 @@ def simulate(
     *,
     model: Model = "auto",
     strategy: str | Strategy = "pace",
-    rounds: int = 400,
+    updates: int = 400,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool | None = None,
@@ -42,12 +42,12 @@ def simulate(
     `federation` may also be the name of a data set: then its settings (`clients`, `partition`, ...)
     are among the others, and the folder is one that the command `polytempo` can resume.
     `model` is a name, an `nn.Module` factory, or `module:factory`; `settings` are those of
-    `RunConfig` (`lr`, `epochs`, `slots`, `devices`, `seed`, ...). With `out`, a folder is written.
-    With `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
-    it had never stopped: call it as before, optionally for more rounds. (P2P cannot be extended:
-    its learning rates depend on the number of rounds.) Data, strategy and settings must be those
+    `RunConfig` (`lr`, `epochs`, `concurrency`, `seed`, ...). With `out`, a folder is written. With
+    `resume`, the run in this folder, if any, continues from its checkpoint, bit for bit as if
+    it had never stopped: call it as before, optionally for more updates. (P2P cannot be extended:
+    its learning rates depend on the number of updates.) Data, strategy and settings must be those
     of the checkpoint. Settings left open are as they were: a run that is extended keeps its
-    `eval_every`, and equals one that had it, and all the rounds, from the beginning.
+    `eval_every`, and equals one that had it, and all the updates, from the beginning.
 
     `progress`: whether there is a bar (None: in a terminal or a notebook).
     """
@@ -59,7 +59,7 @@ def simulate(
     data = None if isinstance(federation, str) else federation
     if isinstance(federation, str):
         settings["data"] = federation
-    config = described({"rounds": rounds, **settings}, "simulate", data, model, chosen)
+    config = described({"updates": updates, **settings}, "simulate", data, model, chosen)
     federation = load_federation(config) if isinstance(federation, str) else federation
     with RunProgress(quiet=None if progress is None else not progress) as bars:
         observer = bars.watch(str(config.strategy_table["name"]))
@@ -77,14 +77,14 @@ def resume(
     folder: str | Path,
     federation: Federation | None = None,
     *,
-    rounds: int | None = None,
+    updates: int | None = None,
     workers: int | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
     progress: bool | None = None,
 ) -> RunResult:
-    """Resume the run in a folder from its checkpoint, optionally for more rounds: bit for bit as if
-    it had never stopped.
+    """Resume the run in a folder from its checkpoint, optionally for more updates: bit for bit as
+    if it had never stopped.
 
     What the folder does not hold must be given as it was: a `federation` of your own data, a
     `model` or a `strategy` that cannot be imported by its name.
@@ -93,7 +93,7 @@ def resume(
     with RunProgress(quiet=None if progress is None else not progress) as bars:
         return runs.resume(
             place,
-            rounds=rounds,
+            updates=updates,
             workers=workers,
             observer=bars.watch(place.name),
             federation=federation,
@@ -127,7 +127,7 @@ def compare(
     strategies: Sequence[str | Strategy],
     *,
     model: Model = "auto",
-    rounds: int = 400,
+    updates: int = 400,
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
     target: float | str | None = None,
@@ -149,7 +149,7 @@ def compare(
     with RunProgress(quiet=None if progress is None else not progress) as bars:
         return comparisons.compare(
             strategies,
-            {"rounds": rounds, **named},
+            {"updates": updates, **named},
             None if out is None else Path(out).expanduser(),
             seeds=range(seeds) if isinstance(seeds, int) else seeds,
             target=None if target is None else str(target),
@@ -166,7 +166,7 @@ def sweep(
     grid: Mapping[str, Sequence[Any]],
     *,
     model: Model = "auto",
-    rounds: int = 400,
+    updates: int = 400,
     seeds: int | Sequence[int] = 1,
     baseline: Mapping[str, Any] | None = None,
     figure: str = "handed",
@@ -196,7 +196,7 @@ def sweep(
 
     return sweeps.sweep(
         grid,
-        {"rounds": rounds, **named},
+        {"updates": updates, **named},
         None if out is None else Path(out).expanduser(),
         seeds=range(seeds) if isinstance(seeds, int) else seeds,
         baseline=baseline,

@@ -383,7 +383,7 @@ def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any]) ->
     curves = {label: [r.curve() for r in found] for label, found in comparison.results.items()}
     against = {
         "time": "simulated time",
-        "rounds": "updates folded: the same amount of training",
+        "updates": "updates folded: the same amount of training",
         "messages": "models sent, in whichever direction",
     }
     images = [

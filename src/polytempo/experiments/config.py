@@ -57,7 +57,7 @@ _TASK = Task()
 
 
 class Ends(TypedDict, total=False):
-    """What may end a run before it has done all its rounds."""
+    """What may end a run before all its updates are folded."""
 
     versions: float
     messages: float
@@ -124,8 +124,10 @@ class RunConfig(BaseModel):
         description="what is trained, all else being frozen: all, head, comma-separated patterns "
         "of parameter names, or lora:r=8,alpha=16 (adapters and head) (default: all)",
     )
-    rounds: Annotated[int, Field(ge=1)] = Field(
-        400, description="number of updates that the server folds in (p2p: of local rounds)"
+    updates: Annotated[int, Field(ge=1)] = Field(
+        400,
+        description="length of the run: updates that the server folds in, one per local training "
+        "(p2p: local rounds of all peers)",
     )
     versions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="end the run early once the server has changed its model this many times"
@@ -137,10 +139,10 @@ class RunConfig(BaseModel):
     until: Annotated[float, Field(gt=0)] | None = Field(
         None, description="end the run early at this simulated time (seconds)"
     )
-    slots: Annotated[int, Field(ge=1)] | None = Field(
+    concurrency: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="concurrency: clients that train at the same time (default: a tenth of them, "
-        "at least 4; standalone: all)",
+        description="clients that train at the same time; of synchronous methods, the size of a "
+        "cohort (default: a tenth of the clients, at least 4; standalone: all)",
     )
     refill: Refill | None = Field(
         None,
@@ -182,7 +184,7 @@ class RunConfig(BaseModel):
         description="clients keep the moments of their optimizer from one training to the next",
     )
     eval_every: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="evaluate every N updates (default: a fortieth of the rounds)"
+        None, description="evaluate every N updates (default: a fortieth of the run)"
     )
     adapt_epochs: Annotated[int, Field(ge=0)] = Field(
         5, description="epochs of local fine-tuning for the adapted metric; 0: omit it"
@@ -298,7 +300,7 @@ class RunConfig(BaseModel):
 
     @property
     def evaluation_interval(self) -> int:
-        return self.eval_every or max(1, self.rounds // 40)
+        return self.eval_every or max(1, self.updates // 40)
 
     def settings(self) -> dict[str, Any]:
         """As saved in a run's folder: plain values, without settings that were left open."""
@@ -315,7 +317,7 @@ class RunConfig(BaseModel):
         return tuple(step for step in map(self.make, ("dp", "compress")) if step is not None)
 
     def ends(self) -> Ends:
-        """What ends the run, other than its rounds."""
+        """What ends the run, other than the number of updates."""
         given = {name: getattr(self, name) for name in Ends.__annotations__}
         return cast(Ends, {name: value for name, value in given.items() if value is not None})
 
@@ -358,12 +360,18 @@ def _words(listed: str | None) -> list[str]:
     return [word.strip() for word in (listed or "").split(",") if word.strip()]
 
 
+RENAMED = {  # what a setting was called before, or is elsewhere
+    "rounds": "updates (one per local training; a communication round of a synchronous method has "
+    "as many as its cohort)",
+    "slots": "concurrency",
+    "cohort": "concurrency (of synchronous methods, the size of the cohort)",
+}
 EXECUTION = ("workers", "backend")  # has no influence on any result
 # What may change when a run is resumed: how long it is, whether it is verified along the way, and
 # where its data are (they are identified by their digest).
-RESUMABLE = (*EXECUTION, *("rounds", "versions", "until", "check", "data_dir"))
+RESUMABLE = (*EXECUTION, *("updates", "versions", "until", "check", "data_dir"))
 # What is filled in when a run begins, if it was left open.
-FILLED = ("data_dir", "clients", "partition", "slots", "refill", "eval_every")
+FILLED = ("data_dir", "clients", "partition", "concurrency", "refill", "eval_every")
 FEDERATION = (
     *("data", "data_dir", "clients", "partition", "shift"),
     *("test_fraction", "validation", "limit"),
@@ -383,9 +391,9 @@ def difference(
     (its class may not be importable)."""
     ours = wanted.settings()
     left = {name for name in FILLED if name not in ours}
-    own = wanted.slots is not None and wanted.refill is None
-    if own and (strategy or wanted.make("strategy")).all_slots:
-        left.add("slots")  # the strategy takes all, whatever was asked for
+    own = wanted.concurrency is not None and wanted.refill is None
+    if own and (strategy or wanted.make("strategy")).all_train:
+        left.add("concurrency")  # the strategy takes all, whatever was asked for
     names = (ours.keys() | kept.keys()) - left - set(free)
     return next((name for name in sorted(names) if ours.get(name) != kept.get(name)), None)
 
@@ -393,6 +401,8 @@ def difference(
 def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunConfig:
     """Check the settings; a mistake becomes a one-line error."""
     for key in settings:
+        if key in RENAMED:
+            raise PolytempoError(f"{source}: {key} is now called {RENAMED[key]}")
         if key not in RunConfig.model_fields:
             raise PolytempoError(f"{source}: unknown setting {key!r}{_near(key)}")
     try:

@@ -115,7 +115,7 @@ class Watch:
         state = f"t={node.time:,.1f}s  {len(node.here)} clients  {metric.name} {value}"
         if node.gathering:
             state = f"waiting for clients: {len(node.here)} of {node.server.wait_for} are there"
-        self._report(node.round, node.plan.rounds, state)
+        self._report(node.updates, node.plan.updates, state)
         for row in rows[self._told :]:
             self._say({"event": "evaluated", **row})
         self._told = len(rows)
@@ -134,7 +134,7 @@ def conduct(
     out: Path,
     site: Site,
     *,
-    report: Report = lambda done, rounds, state: None,
+    report: Report = lambda done, updates, state: None,
     say: Say = nobody,
     interrupted: threading.Event | None = None,
 ) -> RunResult:
@@ -160,12 +160,12 @@ def conduct(
             watch=watch,
         )
         stack.callback(server.close)
-        if node.round > config.rounds:
+        if node.updates > config.updates:
             raise PolytempoError(
-                f"{out} has already folded {node.round} updates; ask for more --rounds than "
-                f"{config.rounds}"
+                f"{out} has already folded {node.updates} updates; ask for more --updates than "
+                f"{config.updates}"
             )
-        write_config(out / "config.toml", config)  # perhaps for more rounds than before
+        write_config(out / "config.toml", config)  # perhaps for more updates than before
         write_about(out, what.problem.metrics[0], what.about)
         if site.metrics is not None:
             stack.callback(MetricsServer(server, site.metrics).close)

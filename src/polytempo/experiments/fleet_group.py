@@ -145,4 +145,4 @@ def plot_beside(fleet: RunResult, simulator: RunResult, path: Path) -> None:
     """Both against the number of updates: their clocks are different ones."""
     if can_plot() and fleet.history and simulator.history:
         curves = {"fleet": [fleet.curve()], "simulator": [simulator.curve()]}
-        plot_curves(curves, fleet.metric, path, x="rounds")
+        plot_curves(curves, fleet.metric, path, x="updates")

@@ -109,7 +109,7 @@ def serve(
     clients: int,
     out: str | Path,
     strategy: str | Strategy = "pace",
-    rounds: int = 400,
+    updates: int = 400,
     listen: str = "127.0.0.1:7500",
     metric: str = "accuracy",
     better: Direction = "higher",
@@ -124,7 +124,7 @@ def serve(
     interrupted: threading.Event | None = None,
     **settings: Any,
 ) -> RunResult:
-    """Conduct a run with whoever joins, until `rounds` updates are folded; the same call with the
+    """Conduct a run with whoever joins, until `updates` updates are folded; the same call with the
     same folder `out` resumes it. Ctrl-C ends it cleanly.
 
     parameters: how the model begins: arrays by name, a torch module, or the name of a model of
@@ -135,14 +135,14 @@ def serve(
     wait_for: nobody trains before so many clients are connected.
     limits: what clients may take, by name, where it differs from the usual (see docs/deploy.md).
     listening: is told the address, once clients can join.
-    settings: those of `RunConfig` that a server has: `lr`, `epochs`, `slots`, `seed`, ...
+    settings: those of `RunConfig` that a server has: `lr`, `epochs`, `concurrency`, `seed`, ...
     """
     for name in settings.keys() & {*FEDERATION}:
         raise PolytempoError(f"serve: {name} is not a setting here: the data are with the clients")
     own = not isinstance(parameters, str)
     usual = {"adapt_epochs": 0} if own else {"model": parameters}
     chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
-    given = {"clients": clients, "rounds": rounds, **usual, **settings}
+    given = {"clients": clients, "updates": updates, **usual, **settings}
     config = make_config(given, "serve")
     config = config.model_copy(update={"strategy": STRATEGIES.describe(chosen)})
     for_fleet(config, chosen)

@@ -116,7 +116,7 @@ def make_node(what: Undertaking, patience: Patience = AUTO, wait_for: int = 1) -
     server = Server(
         what.strategy,
         context,
-        slots=config.slots,
+        concurrency=config.concurrency,
         refill=config.refill,
         schedule=config.make("lr_schedule"),
         steps=config.last_steps(),
@@ -136,7 +136,7 @@ def make_node(what: Undertaking, patience: Patience = AUTO, wait_for: int = 1) -
         model=model.digest,
         problem=what.learns,
         run=json.loads(json.dumps(run)),  # as clients will read it
-        rounds=config.rounds,
+        updates=config.updates,
         eval_every=config.evaluation_interval,
         figures=what.figures,
         adapt_epochs=config.adapt_epochs,

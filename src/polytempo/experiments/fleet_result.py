@@ -52,7 +52,7 @@ class History:
         adapted = self._means(exam.adapted)
         return {
             "time": exam.time,
-            "round": exam.round,
+            "updates": exam.updates,
             "version": exam.version,
             **means,
             f"{name}_adapted": None if adapted is None else adapted[name],
@@ -77,7 +77,7 @@ def each_score(node: ServerNode, problem: Problem) -> list[Row]:
         score_row(
             metric,
             exam.time,
-            exam.round,
+            exam.updates,
             client,
             node.roster[client],
             metric.value(sums),
@@ -108,7 +108,7 @@ def each_client(node: ServerNode, problem: Problem) -> list[Row]:
             seconds=took,
             updates=updates,
             staleness=staleness / updates if updates else None,
-            evaluated=score.get("round"),
+            evaluated=score.get("updates"),
             handed=score.get(metric.name),
             adapted=score.get(f"{metric.name}_adapted"),
         )
@@ -163,7 +163,7 @@ class Outlook(Extension):
             return {}
         found = {"similarity": strategy.similarity(), "graph": strategy.collaboration()}
         return {
-            name: stacked([(node.round, node.time, np.array(matrix, dtype=np.float32))])
+            name: stacked([(node.updates, node.time, np.array(matrix, dtype=np.float32))])
             for name, matrix in found.items()
             if matrix is not None
         }
@@ -181,7 +181,7 @@ class Outlook(Extension):
             values.append(row[self.problem.metrics[0].name])
         alike = strategy.similarity()
         if alike is not None and clients <= CLIENTS and np.isfinite(alike).sum() > clients:
-            found["similarity"] = {"matrices": [(node.round, node.time, np.array(alike))]}
+            found["similarity"] = {"matrices": [(node.updates, node.time, np.array(alike))]}
         if (graph := strategy.collaboration()) is not None:
             found["graph"] = {"weights": graph}
         found = {name: {**given, "groups": None} for name, given in found.items()}
@@ -202,7 +202,7 @@ def account_of(
         history=history.rows,
         time=node.exams[-1].time if node.over and node.exams else node.time,
         real=True,
-        round=node.round,
+        updates=node.updates,
         messages=node.messages,
         bytes=node.bytes,
         staleness=node.staleness,

@@ -26,12 +26,12 @@ from polytempo.experiments.peer_settings import refuse
 from polytempo.experiments.run import load_federation, resolve
 from polytempo.models import Inputs, tokenizer
 from polytempo.nodes.plan import Patience
-from polytempo.simulation.simulator import slots_of
+from polytempo.simulation.simulator import concurrency_of
 from polytempo.training import PROBLEMS, Problem, problem_for
 from polytempo.training.problem import Own
 
 OF_SERVER = (
-    *("model", "problem", "buffers", "personal", "freeze", "trainable", "rounds", "slots"),
+    *("model", "problem", "buffers", "personal", "freeze", "trainable", "updates", "concurrency"),
     *("refill", "epochs", "steps", "batch_size", "lr", "lr_schedule", "optimizer", "momentum"),
     *("weight_decay", "keep_optimizer", "eval_every", "adapt_epochs", "adapt_always", "bank"),
     *("seed", "dp", "compress", "defend"),
@@ -40,7 +40,7 @@ OF_CLIENT = ("solver", "device")  # how it trains; and whose data it has
 SERVER_SETTINGS = (*FEDERATION, *OF_SERVER)
 CLIENT_SETTINGS = (*FEDERATION, "model", "problem", *OF_CLIENT, "seed", "dp")
 FLEET_SETTINGS = (*(name for name in FEDERATION if name != "clients"), *OF_SERVER, *OF_CLIENT)
-END = "a fleet ends after --rounds updates"
+END = "a fleet ends after so many --updates"
 MEASURED = "it can be had of the same fleet with `polytempo replay`"
 SIMULATED = {  # of simulations, and what there is instead
     "devices": "devices are as fast as they are (`polytempo fleet --slow 0.3:5` slows some down)",
@@ -167,15 +167,15 @@ def figures_of(problem: Problem, samples: Samples) -> frozenset[str]:
 def resolved(config: RunConfig, strategy: Strategy, clients: int, about: str) -> RunConfig:
     """The settings with everything filled in that was left open, where there is no federation to
     ask."""
-    rounds = strategy.rounds_of_run(config.rounds, clients)
+    updates = strategy.updates_of_run(config.updates, clients)
     return config.model_copy(
         update={
-            "rounds": rounds,
+            "updates": updates,
             "clients": clients,
             "data": about,
-            "slots": slots_of(strategy, clients, config.slots, config.refill),
+            "concurrency": concurrency_of(strategy, clients, config.concurrency, config.refill),
             "refill": config.refill or strategy.refill,
-            "eval_every": config.eval_every or max(1, rounds // 40),
+            "eval_every": config.eval_every or max(1, updates // 40),
         }
     )
 

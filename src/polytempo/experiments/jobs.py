@@ -52,7 +52,7 @@ class Ended:
 def reporting(report: Report) -> Attach:
     """Reports on a run now and then: updates, simulated time and the latest value of the metric."""
 
-    def attach(simulator: Engine, rounds: int) -> Observer:
+    def attach(simulator: Engine, updates: int) -> Observer:
         shown = 0.0
 
         def observe(event: Event | None = None) -> None:
@@ -64,7 +64,7 @@ def reporting(report: Report) -> Attach:
             metric, history = simulator.metric, simulator.history
             value = metric.text(history[-1][metric.name] if history else None)
             state = f"t={simulator.time:,.1f}s  {metric.name} {value}"
-            report(simulator.round, rounds, state)
+            report(simulator.updates, updates, state)
 
         observe()
         return observe

@@ -36,7 +36,7 @@ from polytempo.report import (
 
 AGAINST = {
     "time": "simulated time",
-    "rounds": "uploads",
+    "updates": "uploads",
     "versions": "server steps",
     "messages": "models sent",
 }

@@ -66,7 +66,7 @@ class Method(_Part):
     """One row: a strategy with its options, and settings of its own if it needs any."""
 
     label: str
-    strategy: str  # {rounds}, {cohorts}: the length of the run, in updates or in cohorts
+    strategy: str  # {updates}, {cohorts}: the length of the run, in updates or in cohorts
     settings: dict[str, Any] = {}
     grid: dict[str, tuple[float, ...]] = {}  # options, each with the values that are tried
     published_as: str | None = None  # the row whose published figures this one is compared with too
@@ -119,10 +119,10 @@ class Experiment(_Part):
     plot: Literal["curves", "bars", "tradeoff", "heatmap", "clusters"] = "curves"
     axes: tuple[str, str] = ("", "")  # of a heat map
     figure: Literal["accuracy", "accuracy_weighted"] = "accuracy"  # what counts: see FIGURES
-    against: tuple[Literal["time", "rounds", "versions", "messages"], ...] = ("time",)  # x axes
+    against: tuple[Literal["time", "updates", "versions", "messages"], ...] = ("time",)  # x axes
     grid: dict[str, tuple[float, ...]] = {}  # in place of the methods' own grids
     model: str | None = None  # in place of the data sets' own
-    rounds: int | None = None  # in place of the settings' own; evaluations are as many as before
+    updates: int | None = None  # in place of the settings' own; evaluations are as many as before
     remarks: tuple[str, ...] = ()
     paper: Published = Published()
     settings: dict[str, Any]
@@ -163,14 +163,14 @@ class Experiment(_Part):
     def dataset_title(self, name: str) -> str:
         title = self.datasets[name].title + (f", {self.model}" if self.model else "")
         title += f", {self.variants[self.variant].title}" if self.variant else ""
-        return title + (f", {self.rounds:,} updates" if self.rounds is not None else "")
+        return title + (f", {self.updates:,} updates" if self.updates is not None else "")
 
     def comparable(self, column: str) -> bool:
         """Whether the paper's figures are of the same data, model and length."""
         dataset, _ = self.column(column)
         model = (self.model or str(dataset.settings.get("model"))).partition(":")[0]
         same = dataset.comparable and dataset.paper_model in (None, model)
-        return same and self.rounds is None
+        return same and self.updates is None
 
     def choices(self, row: str, quick: bool) -> Sequence[Choice]:
         """What a row is run with: every combination of its grid (quick: two). One that says
@@ -212,17 +212,17 @@ class Experiment(_Part):
         found = {**settings, **(self.quick if quick else {})}
         if self.model:
             found["model"] = self.model
-        if self.rounds is not None:
+        if self.updates is not None:
             for end in ("versions", "messages"):
                 if found.get(end) is not None:
                     raise PolytempoError(
-                        f"{self.name}: its runs also end after {found[end]} {end}, so --rounds "
+                        f"{self.name}: its runs also end after {found[end]} {end}, so --updates "
                         "would not say how long they are; omit it"
                     )
-            if "eval_every" in found and "rounds" in found:
-                interval = found["eval_every"] * self.rounds / found["rounds"]
+            if "eval_every" in found and "updates" in found:
+                interval = found["eval_every"] * self.updates / found["updates"]
                 found["eval_every"] = max(1, round(interval))
-            found["rounds"] = self.rounds
+            found["updates"] = self.updates
         return found
 
     def notes(self, columns: Sequence[str]) -> list[str]:
@@ -244,8 +244,8 @@ def filled(strategy: str, settings: Mapping[str, Any]) -> str:
     """The strategy with the length of the run in the places that are left for it."""
     if "{" not in strategy:
         return strategy
-    rounds, slots = settings["rounds"], settings["slots"]
-    return strategy.format(rounds=rounds, cohorts=max(rounds // slots, 1))
+    updates, concurrency = settings["updates"], settings["concurrency"]
+    return strategy.format(updates=updates, cohorts=max(updates // concurrency, 1))
 
 
 def experiments() -> list[str]:
@@ -260,7 +260,7 @@ def experiments() -> list[str]:
 
 
 def load_experiment(
-    name: str, model: str | None = None, rounds: int | None = None, variant: str | None = None
+    name: str, model: str | None = None, updates: int | None = None, variant: str | None = None
 ) -> Experiment:
     """The experiment of that name, together with what its paper's `common.toml` says; perhaps in
     another reading, with another model, or of another length."""
@@ -277,7 +277,7 @@ def load_experiment(
         raise PolytempoError(f"{name} has no variant {variant!r}{nearest(variant, known)}")
     if variant is not None:
         common["strategies"] |= known[variant].get("methods", {})
-    return Experiment(name=name, model=model, rounds=rounds, variant=variant, **common, **own)
+    return Experiment(name=name, model=model, updates=updates, variant=variant, **common, **own)
 
 
 def _read(file: Traversable) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def run_peer(
     )
     task = config.task()
     strategy.setup(Context(solver.layout.read(), federation.samples, task, config.seed))
-    target = strategy.iterations(config.rounds)
+    target = strategy.iterations(config.updates)
     task = replace(task, schedule=strategy.schedule(target))
     learner = Learner(solver, client, task)
     tested = list(range(clients)) if strategy.common_test else [client]

@@ -15,12 +15,12 @@ from polytempo.strategies.p2p import P2P
 
 PEER_SETTINGS = (  # those that a peer on a network has options for
     *FEDERATION,
-    *("model", "problem", "buffers", "personal", "freeze", "trainable", "rounds", "messages"),
+    *("model", "problem", "buffers", "personal", "freeze", "trainable", "updates", "messages"),
     *("batch_size", "lr", "optimizer", "momentum", "weight_decay", "eval_every", "solver"),
     *("device", "seed"),
 )
 WORLD = (  # a simulated world, and what is measured in it: on a network, reality takes its place
-    *("devices", "network", "dropout", "slots", "backend", "workers"),
+    *("devices", "network", "dropout", "concurrency", "backend", "workers"),
     *("adapt_epochs", "adapt_always", "check", "events"),
 )
 LOCAL = "a local round has p2p:local_steps=5 mini-batch steps"
@@ -34,7 +34,7 @@ SERVER = {  # what p2p has instead of that which a server asks for or keeps
     "diagnose": "there are no steps of a server to measure",
     **dict.fromkeys(("dp", "compress", "attack", "defend"), "models go from peer to peer"),
 }
-END = "a peer ends at its target (--rounds or p2p:target=500) or budget (--messages)"
+END = "a peer ends at its target (--updates or p2p:target=500) or budget (--messages)"
 SIMULATED = {  # what peers on a network have instead
     "versions": END,
     "until": END,

@@ -57,10 +57,10 @@ class RunProgress:
         bar: TaskID | None = None
         before = 0
 
-        def report(done: int, rounds: int, state: str) -> None:
+        def report(done: int, updates: int, state: str) -> None:
             nonlocal bar, before
             if bar is None:
-                bar = self._bars.add_task(label, total=rounds, state="")
+                bar = self._bars.add_task(label, total=updates, state="")
                 try:
                     self._bars.start()
                 except LiveError:  # the caller shows something already

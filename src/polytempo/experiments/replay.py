@@ -86,7 +86,7 @@ def verify(folder: Path) -> Verdict:
                     if events.to_json(action.event) != next(lines, None):
                         verdict.wrong.append(f"event {action.event.n} is not that of {EVENTS}")
             compare()
-    verdict.records, verdict.updates = node.applied, node.round
+    verdict.records, verdict.updates = node.applied, node.updates
     if not checked:
         verdict.wrong.append(f"the log ends before record {saved['applied']} of the checkpoint")
     return verdict
@@ -201,7 +201,7 @@ def write_trace(path: Path, fleet: Mapping[str, Presence], places: Mapping[str, 
 
 
 def in_simulator(
-    folder: Path, strategy: str, *, data: str | None = None, rounds: int | None = None
+    folder: Path, strategy: str, *, data: str | None = None, updates: int | None = None
 ) -> RunConfig:
     """The settings of a simulation of that strategy on the recorded fleet."""
     what = recorded(folder)
@@ -223,9 +223,9 @@ def in_simulator(
         "data": source,
         "dropout": {"name": "trace", "path": str(trace.resolve())},
         "devices": {"name": "equal"},
-        "rounds": rounds or config.rounds,
+        "updates": updates or config.updates,
         "refill": None if config.refill == usual.refill else config.refill,
-        "slots": None if usual.all_slots else config.slots,
+        "concurrency": None if usual.all_train else config.concurrency,
     }
     if data is not None:
         update |= {"partition": None, "clients": None}

@@ -55,8 +55,8 @@ class Place:
             paper += f"-{self.experiment.variant}"
         if self.experiment.model:
             paper += f"-{slug(self.experiment.model)}"
-        if self.experiment.rounds is not None:
-            paper += f"-rounds{self.experiment.rounds}"
+        if self.experiment.updates is not None:
+            paper += f"-updates{self.experiment.updates}"
         return self.out / ("quick" if self.quick else "") / paper
 
     def comparable(self, column: str) -> bool:
@@ -172,7 +172,7 @@ def _settle(
             twins.append((each, twin))
     by_folder = {each.folder: each for each in begun}
     complete = set()
-    updates = sum(each.config.rounds for each in begun if not each.finished)
+    updates = sum(each.config.updates for each in begun if not each.finished)
     with progress(updates) as watch:
         for ended in carry_out_all([each.order for each in begun], at_once, watch):
             each = by_folder[ended.order.folder]
@@ -331,8 +331,8 @@ def _was_run(config: RunConfig, folder: Path) -> bool:
     some."""
     kept = read_config(folder / "config.toml")
     config = of_comparison(config)
-    rounds = config.make("strategy").rounds_of_run(config.rounds, kept["clients"])
-    return difference(config.model_copy(update={"rounds": rounds}), kept) is None
+    updates = config.make("strategy").updates_of_run(config.updates, kept["clients"])
+    return difference(config.model_copy(update={"updates": updates}), kept) is None
 
 
 def legend(experiment: Experiment) -> str:
@@ -388,7 +388,7 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
             line["best"] = _best(place, row, column)
         if pooled:
             line["steps"] = _last(found, "version")
-            line["uploads"] = _last(found, "round")
+            line["uploads"] = _last(found, "updates")
         else:
             if target is None:
                 line["time"] = _times(found)

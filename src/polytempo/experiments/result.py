@@ -168,7 +168,7 @@ class RunResult:
         figure = figure or main
         return Curve(
             time=[row["time"] for row in self.history],
-            rounds=[row["round"] for row in self.history],
+            updates=[row["updates"] for row in self.history],
             messages=[models_sent(row) for row in self.history],
             values=[row[figure] for row in self.history],
             adapted=self.adapted if figure == main else None,
@@ -295,7 +295,7 @@ class Account:
     history: list[dict[str, Any]]
     time: float
     real: bool  # seconds, not simulated ones
-    round: int
+    updates: int
     messages: Mapping[str, int]
     bytes: Mapping[str, int]
     staleness: Counter[int]
@@ -320,7 +320,7 @@ def summarise(
         history=simulator.history,
         time=simulator.time,
         real=False,
-        round=simulator.round,
+        updates=simulator.updates,
         messages=simulator.messages,
         bytes=simulator.bytes,
         staleness=simulator.staleness,
@@ -360,7 +360,7 @@ def result_of(
             "adaptation_time": run.adaptation_time,
             "time_to": {str(target): time_to(history, metric, target) for target in targets},
             "convergence_time": convergence_time(history, metric),
-            "arrivals": run.round,
+            "arrivals": run.updates,
             "messages": {
                 **run.messages,
                 **{f"{kind}_bytes": size for kind, size in run.bytes.items()},
@@ -386,7 +386,7 @@ def _of_metrics(history: Sequence[Mapping[str, Any]], problem: Problem) -> dict[
     metric, *others = problem.metrics
     name = metric.name
     last: Mapping[str, Any] = history[-1] if history else defaultdict(lambda: None)
-    tried = [row[name] for row in history if row["round"] > 0] or [row[name] for row in history]
+    tried = [row[name] for row in history if row["updates"] > 0] or [row[name] for row in history]
     found = {
         name: final_value(history, name),
         f"{name}_best": metric.best(tried) if tried else None,

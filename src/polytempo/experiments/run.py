@@ -38,7 +38,7 @@ from polytempo.models.pretrained import path_of
 from polytempo.simulation import Engine, PeerSimulator, Simulator
 from polytempo.simulation.engine import Observer, World
 from polytempo.simulation.reference import Constants, PooledData
-from polytempo.simulation.simulator import slots_of
+from polytempo.simulation.simulator import concurrency_of
 from polytempo.storage import load_state, save_state
 from polytempo.strategies import P2P, STRATEGIES, Majority, Pooled
 from polytempo.training import Solver, find_device, make_executor, make_solver, try_model
@@ -49,7 +49,7 @@ class Flush(Protocol):
     def __call__(self, durable: bool = True) -> None: ...
 
 
-Attach = Callable[[Engine, int], Observer]  # given the number of rounds
+Attach = Callable[[Engine, int], Observer]  # given the number of updates
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
@@ -91,8 +91,8 @@ def in_memory(
     simulator = make_simulator(config, federation, model, strategy)
     peak_memory(reset=True)
     if observer:
-        simulator.observers.append(observer(simulator, config.rounds))
-    simulator.run(config.rounds, **config.ends())
+        simulator.observers.append(observer(simulator, config.updates))
+    simulator.run(config.updates, **config.ends())
     return summarise(simulator, config.strategy_table, complete=True)
 
 
@@ -138,14 +138,14 @@ def resolve(
 ) -> RunConfig:
     """The settings with everything filled in that was left open (`FILLED`)."""
     strategy, clients = strategy or config.make("strategy"), federation.clients
-    rounds = strategy.rounds_of_run(config.rounds, clients)
+    updates = strategy.updates_of_run(config.updates, clients)
     filled: dict[str, Any] = {
-        "rounds": rounds,
+        "updates": updates,
         "clients": clients,
         "partition": dict(federation.partition),
-        "slots": slots_of(strategy, clients, config.slots, config.refill),
+        "concurrency": concurrency_of(strategy, clients, config.concurrency, config.refill),
         "refill": config.refill or strategy.refill,
-        "eval_every": config.eval_every or max(1, rounds // 40),
+        "eval_every": config.eval_every or max(1, updates // 40),
     }
     path = Path(config.data).expanduser()
     if path.exists():
@@ -158,17 +158,17 @@ def resolve(
 def resume(
     folder: Path,
     *,
-    rounds: int | None = None,
+    updates: int | None = None,
     workers: int | None = None,
     observer: Attach | None = None,
     federation: Federation | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
 ) -> RunResult:
-    """Resume the run in a folder from its checkpoint (optionally for more rounds, or with another
+    """Resume the run in a folder from its checkpoint (optionally for more updates, or with another
     number of workers). What the folder does not hold must be given as it was: a federation of the
     user's own, a model or a strategy that cannot be imported."""
-    given = {"rounds": rounds, "workers": workers}
+    given = {"updates": updates, "workers": workers}
     changed = {key: value for key, value in given.items() if value is not None}
     config = kept_settings(folder, federation, model, strategy, changed)
     with Claim(folder):
@@ -274,10 +274,10 @@ def _go_on(
     with simulator.backend:  # workers are forked: better before the models are there
         if state is not None:
             simulator.load_state_dict(state)
-        if simulator.round > config.rounds:
+        if simulator.updates > config.updates:
             raise PolytempoError(
-                f"{folder} has already folded {simulator.round} updates; ask for more "
-                f"--rounds than {config.rounds}"
+                f"{folder} has already folded {simulator.updates} updates; ask for more "
+                f"--updates than {config.updates}"
             )
         return drive(simulator, config, folder, observer)
 
@@ -381,7 +381,7 @@ def _with_server(
         federation,
         module,
         strategy,
-        slots=config.slots,
+        concurrency=config.concurrency,
         refill=config.refill,
         schedule=config.make("lr_schedule"),
         steps=config.last_steps(),
@@ -398,7 +398,7 @@ def _among_peers(
     refuse_server_settings(config, strategy)
     peers = cast(P2P, strategy)  # whose engine this is
     return PeerSimulator(
-        federation, module, peers, rounds=config.rounds, check=config.check, **world
+        federation, module, peers, updates=config.updates, check=config.check, **world
     )
 
 
@@ -406,7 +406,7 @@ def _as_reference(
     config: RunConfig, federation: Federation, module: nn.Module, strategy: Strategy, world: World
 ) -> Engine:
     if isinstance(strategy, Majority):
-        return Constants(federation, module, strategy, rounds=config.rounds, **world)
+        return Constants(federation, module, strategy, updates=config.updates, **world)
 
     frozen = {id(p): p for p in module.parameters() if not p.requires_grad}  # exists once
 
@@ -423,7 +423,7 @@ def _as_reference(
 
     pooled = cast(Pooled, strategy)
     return PooledData(
-        federation, module, pooled, rounds=config.rounds, trainer_on=trainer_on, **world
+        federation, module, pooled, updates=config.updates, trainer_on=trainer_on, **world
     )
 
 
@@ -438,7 +438,7 @@ ENGINES: dict[Kind, Build] = {
 def _arithmetic(config: RunConfig, federation: Federation, module: nn.Module) -> float:
     """Roughly the floating-point operations of the run's training (convolutions need more)."""
     samples = sum(config.task().work(size) for size in federation.samples) / federation.clients
-    return 6 * config.rounds * samples * sum(p.numel() for p in module.parameters())
+    return 6 * config.updates * samples * sum(p.numel() for p in module.parameters())
 
 
 def _must_be_new(folder: Path) -> None:
@@ -479,7 +479,7 @@ def drive(
     write_about(folder, simulator.metric, simulator.federation.description)
     peak_memory(reset=True)
     if observer:
-        simulator.observers.append(observer(simulator, config.rounds))
+        simulator.observers.append(observer(simulator, config.updates))
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
         last, over = time.monotonic(), False
         next_show = last + SHOW_SECONDS
@@ -514,7 +514,7 @@ def drive(
             over = True
 
         ends = config.ends()
-        complete = simulator.run(config.rounds, **ends, stop=pause, closing=closing)
+        complete = simulator.run(config.updates, **ends, stop=pause, closing=closing)
         if not over:
             checkpoint()
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())

@@ -202,7 +202,7 @@ def sweep(
         if (name == "model" and model is not None) or (name in FEDERATION and federation):
             raise PolytempoError(f"grid: {name} is given as an object; name it, or omit it here")
     runs = list(_runs(points, settings, folder, seeds, federation, model))
-    updates = sum(run.config.rounds for run in runs if not _is_done(run.place))
+    updates = sum(run.config.updates for run in runs if not _is_done(run.place))
     with progress(updates) as watch:
         if folder is None or federation is not None or model is not None:
             results, failed = _here(runs, federation, model, watch)

@@ -21,7 +21,7 @@ class Exam:
 
     number: int
     time: float
-    round: int
+    updates: int
     version: int
     sent: Mapping[str, int]  # messages so far, by kind
     asked: int
@@ -50,17 +50,23 @@ class Exams(Sequence[Exam]):
     def __iter__(self) -> Iterator[Exam]:
         return iter([*self._all])  # whoever reads may be another thread
 
-    def due(self, round: int, over: bool) -> bool:
+    def due(self, updates: int, over: bool) -> bool:
         """Whether it is time for one: every so many updates, and in the end."""
-        every, last = self._plan.eval_every, self._all[-1].round if self._all else 0
-        return round // every > last // every or (over and last < round)
+        every, last = self._plan.eval_every, self._all[-1].updates if self._all else 0
+        return updates // every > last // every or (over and last < updates)
 
     def begin(
-        self, time: float, round: int, version: int, sent: Mapping[str, int], asked: int, over: bool
+        self,
+        time: float,
+        updates: int,
+        version: int,
+        sent: Mapping[str, int],
+        asked: int,
+        over: bool,
     ) -> Exam:
         """Set one to so many clients."""
         adapt = bool(self._plan.adapt_epochs) and (over or self._plan.adapt_always)
-        exam = Exam(len(self._all), time, round, version, dict(sent), asked, adapt)
+        exam = Exam(len(self._all), time, updates, version, dict(sent), asked, adapt)
         self._all.append(exam)
         return exam
 

@@ -40,7 +40,7 @@ class Patience:
 @dataclass(frozen=True)
 class FleetPlan:
     """`model`, `problem`: what a client must train and learn; `run`: what else it is told.
-    `rounds`: updates after which the run is over. `eval_every`: updates between two exams.
+    `updates`: updates after which the run is over. `eval_every`: updates between two exams.
     `figures`: names of the sums that a score consists of. `closing`: seconds that the last exam may
     take. `wait_for`: nobody is sent anything to train before so many clients are connected.
     """
@@ -48,7 +48,7 @@ class FleetPlan:
     model: str
     problem: str
     run: Mapping[str, Any]
-    rounds: int
+    updates: int
     eval_every: int
     figures: frozenset[str]
     adapt_epochs: int = 0

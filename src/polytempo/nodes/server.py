@@ -21,7 +21,7 @@ Theory of operation
    come; it keeps its slot from others for a short while only. A client that takes longer than its
    deadline (`deadlines.py`), or whose update is bad, loses its slot; what it then offers is
    declined, and it is free for a fresh model, after those that are idle. An update that comes after
-   the last round stays with its client, unanswered: should the run be extended, it is offered
+   the last update stays with its client, unanswered: should the run be extended, it is offered
    again.
 6. Evaluation is done by the clients (`exams.py`). The run is closed once those that are there have
    answered the last exam, or have been waited for long enough.
@@ -100,7 +100,7 @@ class ServerNode:
         if server.context.samples is not samples:
             raise ValueError("the context of the strategy must have this very list of samples")
         self.server, self.samples, self.plan = server, samples, plan
-        self.rounds = 0  # the run has so many: see `Started`
+        self.planned = 0  # updates that the run has: see `Started`
         self.names: dict[str, int] = {}  # of those that have enrolled
         self.roster: list[str] = []  # their names, by number
         self.folded: dict[int, int] = {}  # by client: its last dispatch that was folded
@@ -126,18 +126,18 @@ class ServerNode:
     # -- what is there -------------------------------------------------------------------------
 
     @property
-    def round(self) -> int:
-        return self.server.round
+    def updates(self) -> int:
+        return self.server.updates
 
     @property
     def over(self) -> bool:
         """Whether all updates are folded; `closed` once the last exam is in, too."""
-        return self.server.round >= self.rounds
+        return self.server.updates >= self.planned
 
     @property
     def _ending(self) -> bool:
         """The same, for what is told now: it counts after `Started`, which may extend the run."""
-        return self.server.round >= self.plan.rounds
+        return self.server.updates >= self.plan.updates
 
     @property
     def gathering(self) -> bool:
@@ -149,7 +149,7 @@ class ServerNode:
     def started(self, now: float) -> list[ServerAction]:
         """The server is up (again): nobody is connected yet."""
         self.here.clear()
-        return [Write(Started(now, self.plan.rounds, self.plan.wait_for))]
+        return [Write(Started(now, self.plan.updates, self.plan.wait_for))]
 
     def connected(self, name: str, hello: Hello, now: float) -> list[ServerAction]:
         """A client says hello. One that does not fit is dropped, with what differs."""
@@ -329,7 +329,7 @@ class ServerNode:
                 return []
 
     def _start(self, record: Started) -> list[ServerAction]:
-        self.rounds, self.up = record.rounds, self.time
+        self.planned, self.up = record.updates, self.time
         self.server.wait_for = record.wait_for
         self.closed = self.closed and self.over
         self.deadlines.restart(self.time)
@@ -354,7 +354,7 @@ class ServerNode:
             return []
         new = client not in self.server.known
         actions = self.server.join([client])
-        event = events.Join if new and self.server.round else events.Return
+        event = events.Join if new and self.server.updates else events.Return
         return [self._report(event, client), *self._act(actions)]
 
     def _away(self, client: int) -> list[ServerAction]:
@@ -417,12 +417,12 @@ class ServerNode:
         self.deadlines.folded(client, self.time)
         self._forget(client)
         self.folded[client] = number
-        self.staleness[stale.rounds] += 1
+        self.staleness[stale.updates] += 1
         updates, staleness = self.shares.get(client, (0, 0))
-        self.shares[client] = updates + 1, staleness + stale.rounds
+        self.shares[client] = updates + 1, staleness + stale.updates
         self._count("upload", update.nbytes)
         return [
-            self._report(events.Upload, client, number, stale.rounds, stale.versions),
+            self._report(events.Upload, client, number, stale.updates, stale.versions),
             Send(name, Acknowledge(number)),
             *self._act(actions),
             *self._examine_if_due(version),
@@ -449,13 +449,13 @@ class ServerNode:
         """Exams come with updates; of a synchronous method, when the cohort is complete."""
         server = self.server
         complete = server.refill != "cohort" or server.version != version or self.over
-        return self._examine() if complete and self.exams.due(server.round, self.over) else []
+        return self._examine() if complete and self.exams.due(server.updates, self.over) else []
 
     def _examine(self) -> list[ServerAction]:
         server, tested = self.server, self.exams.tested
         asked = [client for client in server.members if tested[client]]
         exam = self.exams.begin(
-            self.time, server.round, server.version, self.messages, len(asked), self.over
+            self.time, server.updates, server.version, self.messages, len(asked), self.over
         )
         said: list[ServerAction] = []
         for client in asked:
@@ -510,7 +510,7 @@ class ServerNode:
         **named: P.kwargs,
     ) -> Report:
         server = self.server
-        event = kind(self.events, self.time, server.round, server.version, *fields, **named)
+        event = kind(self.events, self.time, server.updates, server.version, *fields, **named)
         self.events += 1
         return Report(event)
 
@@ -521,7 +521,7 @@ class ServerNode:
         `snapshot`)."""
         return {
             "server": self.server.state_dict(),
-            "rounds": self.rounds,
+            "planned": self.planned,
             "names": list(self.roster),
             "samples": list(self.samples),
             "wait_for": self.server.wait_for,
@@ -556,7 +556,7 @@ class ServerNode:
         """Continue from `state`; the node is new, with the settings of the one that was saved."""
         self.samples[:] = state["samples"]
         self.server.load_state_dict(state["server"])
-        self.rounds, self.roster = state["rounds"], list(state["names"])
+        self.planned, self.roster = state["planned"], list(state["names"])
         self.names = {name: client for client, name in enumerate(self.roster)}
         self.folded = dict(state["folded"])
         dispatches = [read_dispatch(found) for found in state["outstanding"]]

@@ -150,9 +150,9 @@ class Record:
 @dataclass(frozen=True)
 class Started(Record):
     """The server is up, for the first time or again: nobody is there yet. The run is to have this
-    many rounds, and to begin once `wait_for` clients are there."""
+    many updates, and to begin once `wait_for` clients are there."""
 
-    rounds: int
+    updates: int
     wait_for: int = 1
 
 

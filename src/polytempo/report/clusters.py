@@ -28,15 +28,15 @@ PANELS = 5
 def plot_clusters(
     changes: Sequence[Change],
     clients: int,
-    rounds: int,
+    updates: int,
     path: str | Path,
     groups: Array | None = None,
 ) -> Path:
     """One strip per client, in the colour of its cluster, from the first to the last update.
     Clients are ordered by true group, and within a group by their final cluster."""
-    if not changes or rounds < 1:
+    if not changes or updates < 1:
         raise PolytempoError("no clusters to draw; run for more updates")
-    grid = strips(changes, clients, rounds)
+    grid = strips(changes, clients, updates)
     order = np.lexsort((grid[:, -1], np.zeros(clients) if groups is None else groups))
     area = Counter(grid[grid >= 0].tolist())
     largest = sorted(cluster for cluster, _ in area.most_common(len(COLOURS)))
@@ -57,7 +57,7 @@ def plot_clusters(
             vmax=len(COLOURS) + 1.5,
             aspect="auto",
             interpolation="nearest",
-            extent=(0, rounds, clients - 0.5, -0.5),
+            extent=(0, updates, clients - 0.5, -0.5),
         )
         _mark_groups(axes, groups, order, "y", "y")
         bare(axes, grid=None)
@@ -78,9 +78,9 @@ def plot_clusters(
     return Path(path)
 
 
-def strips(changes: Sequence[Change], clients: int, rounds: int) -> Array:
+def strips(changes: Sequence[Change], clients: int, updates: int) -> Array:
     """The cluster of each client in each of up to `ACROSS` equal parts of the run, at its end."""
-    ends = np.linspace(0, rounds, min(ACROSS, rounds) + 1)[1:]
+    ends = np.linspace(0, updates, min(ACROSS, updates) + 1)[1:]
     grid = np.full((clients, len(ends)), -1, dtype=np.int64)
     for round_, _, client, cluster in changes:
         grid[client, np.searchsorted(ends, round_) :] = cluster

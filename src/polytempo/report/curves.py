@@ -17,7 +17,7 @@ from polytempo.report.canvas import DASHES, PALETTE, bare, canvas, metric_axis
 Floats = NDArray[np.float64]
 AXES = {
     "time": "simulated time (s)",
-    "rounds": "arrivals",
+    "updates": "arrivals",
     "versions": "server steps",
     "messages": "models sent",
 }
@@ -31,7 +31,7 @@ class Curve:
     evaluation, if not given), `adapted` the same after local adaptation."""
 
     time: Sequence[float]
-    rounds: Sequence[int]
+    updates: Sequence[int]
     messages: Sequence[int]
     values: Sequence[float]  # of the metric
     adapted: float | None = None
@@ -39,11 +39,11 @@ class Curve:
     versions: Sequence[int] = ()  # of the server's model
 
     def __post_init__(self) -> None:
-        sizes = [len(self.time), len(self.rounds), len(self.messages), len(self.values)]
+        sizes = [len(self.time), len(self.updates), len(self.messages), len(self.values)]
         sizes += [len(self.versions)] if self.versions else []
         if len(set(sizes)) != 1 or not sizes[0]:
             raise PolytempoError(
-                "a curve needs as many times as rounds, messages, values (and versions), at least "
+                "a curve needs as many times as updates, messages, values (and versions), at least "
                 f"one, but has {', '.join(map(str, sizes))}; evaluate the run at least once"
             )
 
@@ -76,7 +76,7 @@ def plot_curves(
     of: str = "mean over clients",
     clock: str = AXES["time"],
 ) -> Path:
-    """The metric against "time", "rounds", "versions" or "messages", one line for each label.
+    """The metric against "time", "updates", "versions" or "messages", one line for each label.
 
     Several curves under one label are several seeds: the line is their mean, and the band reaches
     from the lowest to the highest. A hollow diamond is the final value after local adaptation.

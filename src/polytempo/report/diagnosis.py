@@ -25,15 +25,15 @@ def plot_diagnosis(
     client in all steps, in order."""
     if not rows:
         raise PolytempoError("nothing was diagnosed; run for more updates")
-    rounds = [row["round"] for row in rows]
+    updates = [row["updates"] for row in rows]
     with canvas(path, 9.6, 3.9) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for colour, (term, label) in zip(PALETTE, TERMS.items(), strict=False):
             values = np.array([max(row[term], 1e-12) for row in rows])
-            left.plot(rounds, values, color=colour, linewidth=1.8, label=label)
+            left.plot(updates, values, color=colour, linewidth=1.8, label=label)
         gradient = [max(row["gradient"], 1e-12) for row in rows]
         left.plot(
-            rounds, gradient, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="gradient"
+            updates, gradient, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="gradient"
         )
         left.set_yscale("log")
         bare(left)

@@ -46,7 +46,7 @@ class Sent(NamedTuple):
     """A dispatch under way: to whom, and the counters when it was sent."""
 
     client: int
-    round: int
+    updates: int
     version: int
 
 
@@ -54,18 +54,18 @@ class Checker(Clock):
     """Feed it every event in order; it raises `InvariantError` at the first broken promise.
 
     Clock and order, as above.
-    Slots: never more clients in training than slots, but for newcomers at their first dispatch.
+    Concurrency: never more clients in training, but for newcomers at their first dispatch.
     Life of a dispatch: sent once (numbers only grow), to a client that is not training (or, for a
     multicast, that is), and ended exactly once: by an upload, a drop, or a multicast that takes
     over.
-    Counters: rounds count uploads, versions never go back, staleness is the difference between now
+    Counters: updates count uploads, versions never go back, staleness is the difference between now
     and the dispatch that the upload answers.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, concurrency: int) -> None:
         super().__init__()
-        self.slots = slots
-        self.round = 0
+        self.concurrency = concurrency
+        self.updates = 0
         self.version = 0
         self.last = -1  # the number of the last dispatch
         self.open: dict[int, Sent] = {}  # dispatches under way
@@ -94,21 +94,21 @@ class Checker(Clock):
                 self._end(event, event.dispatch)
             case events.Join():
                 self.newcomers.add(event.client)
-        self._require(event.round == self.round, event, f"{self.round} updates were folded")
+        self._require(event.updates == self.updates, event, f"{self.updates} updates were folded")
         self.version = event.version
 
     def _send(self, event: events.Dispatch | events.Multicast) -> None:
         client, busy = event.client, event.client in self.training
         self._require(event.dispatch > self.last, event, "sent twice")
         self.last = event.dispatch
-        self.open[event.dispatch] = Sent(client, event.round, event.version)
+        self.open[event.dispatch] = Sent(client, event.updates, event.version)
         if isinstance(event, events.Multicast):
             self._require(busy, event, "the client is not in training")
             return
         self._require(not busy, event, "the client is in training already")
         self.training[client] = event.dispatch
-        room = len(self.training) <= self.slots or client in self.newcomers
-        self._require(room, event, f"only {self.slots} slots")
+        room = len(self.training) <= self.concurrency or client in self.newcomers
+        self._require(room, event, f"concurrency is {self.concurrency}")
         self.newcomers.discard(client)
 
     def _restart(self, event: events.Restart) -> None:
@@ -123,10 +123,10 @@ class Checker(Clock):
     def _upload(self, event: events.Upload) -> None:
         sent = self._end(event, event.dispatch)
         self._free(event)
-        rounds, versions = self.round - sent.round, self.version - sent.version
-        self._require(event.staleness == rounds, event, f"{rounds} rounds passed")
+        updates, versions = self.updates - sent.updates, self.version - sent.version
+        self._require(event.staleness == updates, event, f"{updates} updates passed")
         self._require(event.versions == versions, event, f"{versions} versions passed")
-        self.round += 1
+        self.updates += 1
 
     def _end(self, event: events.DispatchEvent, number: int) -> Sent:
         self._require(number in self.open, event, f"dispatch {number} is not open")
@@ -140,7 +140,7 @@ class Checker(Clock):
 
     def state_dict(self) -> State:
         return super().state_dict() | {
-            "round": self.round,
+            "updates": self.updates,
             "version": self.version,
             "last": self.last,
             "open": [[number, *sent] for number, sent in self.open.items()],
@@ -151,7 +151,7 @@ class Checker(Clock):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self.round, self.version, self.last = state["round"], state["version"], state["last"]
+        self.updates, self.version, self.last = state["updates"], state["version"], state["last"]
         self.open = {number: Sent(*sent) for number, *sent in state["open"]}
         self.training = dict(state["training"])
         time, priority, counter = state["key"]

@@ -91,7 +91,7 @@ class Clusters(Extension):
             return
         before = np.full(len(found), -1) if self._now is None else self._now
         for client in np.flatnonzero(found != before):
-            change = self.engine.round, self.engine.time, int(client), int(found[client])
+            change = self.engine.updates, self.engine.time, int(client), int(found[client])
             self.changes.append(change)
         self._now = np.array(found)
 
@@ -120,7 +120,7 @@ class Clusters(Extension):
         """Those of this evaluation, unless nothing is known yet: everybody is like itself."""
         if self.engine.federation.clients > CLIENTS:
             return
-        now, strategy = (self.engine.round, self.engine.time), self.engine.strategy
+        now, strategy = (self.engine.updates, self.engine.time), self.engine.strategy
         alike, graph = strategy.similarity(), strategy.collaboration()
         if alike is not None and np.isfinite(alike).sum() > len(alike):
             self.alike.add(*now, alike)
@@ -129,11 +129,11 @@ class Clusters(Extension):
 
     def _similarities(self) -> list[tuple[int, float, FloatArray]]:
         engine = self.engine
-        return self.alike.until_now(engine.round, engine.time, engine.strategy.similarity())
+        return self.alike.until_now(engine.updates, engine.time, engine.strategy.similarity())
 
     def tables(self) -> dict[str, Sequence[Row]]:
         """clusters.csv: who has changed to which cluster, and when."""
-        columns = ("round", "time", "client", "cluster")
+        columns = ("updates", "time", "client", "cluster")
         rows = [dict(zip(columns, change, strict=True)) for change in self.changes]
         return {"clusters": rows}
 
@@ -144,12 +144,12 @@ class Clusters(Extension):
         return {name: stacked(kept) for name, kept in found.items() if kept}
 
     def plots(self) -> dict[str, dict[str, Any]]:
-        clients, rounds = self.engine.federation.clients, self.engine.round
+        clients, updates = self.engine.federation.clients, self.engine.updates
         plots: dict[str, dict[str, Any]] = {}
         if clients > DRAWN:
             return plots
-        if self.changes and rounds:
-            plots["clusters"] = {"changes": self.changes, "clients": clients, "rounds": rounds}
+        if self.changes and updates:
+            plots["clusters"] = {"changes": self.changes, "clients": clients, "updates": updates}
         if kept := self._similarities():
             plots["similarity"] = {"matrices": kept}
         if (graph := self.engine.strategy.collaboration()) is not None:
@@ -173,8 +173,8 @@ class Clusters(Extension):
 
 def stacked(kept: Sequence[tuple[int, float, FloatArray]]) -> dict[str, Any]:
     """Matrices and when they were taken, as arrays of a file."""
-    rounds, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
-    return {"rounds": rounds, "times": times, "matrices": matrices}
+    updates, times, matrices = (np.array(part) for part in zip(*kept, strict=True))
+    return {"updates": updates, "times": times, "matrices": matrices}
 
 
 def purity(truth: Array, found: Array) -> float | None:

@@ -165,7 +165,7 @@ class Diagnosis(Extension):
         everybody = self.everybody
         before = [strategy.model_for(0) for strategy in everybody]
         changed, *_ = [call(strategy, k) for k, strategy in enumerate(everybody)]
-        last = self.rows[-1]["round"] if self.rows else 0
+        last = self.rows[-1]["updates"] if self.rows else 0
         if changed and self.arrivals // self.every > last // self.every:
             steps = [
                 model - strategy.model_for(0)
@@ -189,7 +189,7 @@ class Diagnosis(Extension):
         u, ubar = step.double() / eta, exact.double() / eta
         self.rows.append(
             {
-                "round": self.arrivals,
+                "updates": self.arrivals,
                 "time": self.simulator.time,
                 "noise": float((u - ubar).square().sum()),
                 "bias": float((ubar - stale).square().sum()),

@@ -31,11 +31,11 @@ class Change:
     latency: float | None = None
     for_good: bool = False  # it leaves in the middle of its training and never comes back
     version: int | None = None  # not at `time`, but at this version of the server's model
-    round: int | None = None  # not at `time`, but when this many updates are folded
+    updates: int | None = None  # not at `time`, but when this many updates are folded
 
     @property
     def timed(self) -> bool:
-        return self.version is None and self.round is None
+        return self.version is None and self.updates is None
 
 
 class Dropout(Options):
@@ -107,23 +107,24 @@ class Leave(Dropout):
 @DROPOUTS.register("join")
 class Join(Dropout):
     """Newcomers: a `share` of the clients, chosen at random, is not there at first, and joins at
-    simulated time `at`, or when the server has folded `round` updates."""
+    simulated time `at`, or when the server has folded so many `updates`."""
 
     at: Annotated[float, Field(gt=0)] | None = None
-    round: Annotated[int, Field(ge=1)] | None = None
+    updates: Annotated[int, Field(ge=1)] | None = None
     share: Annotated[float, Field(ge=0, lt=1)] = 0.2
 
     def __post_init__(self) -> None:
-        if (self.at is None) == (self.round is None):
+        if (self.at is None) == (self.updates is None):
             raise PolytempoError(
-                f"join needs one of at (a time) and round, got at={self.at}, round={self.round}"
+                f"join needs one of at (a time) and updates, got at={self.at}, "
+                f"updates={self.updates}"
             )
 
     def changes(self, clients: int, seed: int) -> list[Change]:
         late = min(round(self.share * clients), clients - 1)  # somebody must begin
         chosen = sorted(int(c) for c in rng(seed, "dropout").permutation(clients)[:late])
         if self.at is None:
-            return [Change(math.inf, client, True, round=self.round) for client in chosen]
+            return [Change(math.inf, client, True, updates=self.updates) for client in chosen]
         return [
             *(Change(0.0, client, False) for client in chosen),
             *(Change(self.at, client, True) for client in chosen),
@@ -190,7 +191,7 @@ def late(changes: Sequence[Change]) -> set[int]:
     for change in changes:
         if change.timed and change.time <= 0:
             (absent.discard if change.available else absent.add)(change.client)
-        elif not change.timed and change.available:  # it comes with a round or a version
+        elif not change.timed and change.available:  # it comes with an update or a version
             absent.add(change.client)
     return absent
 

@@ -51,7 +51,7 @@ def client_row(
         "seconds": seconds,
         "updates": updates,
         "staleness": staleness,
-        "round": evaluated,
+        "evaluated_at": evaluated,
         metric.name: handed,
         f"{metric.name}_adapted": adapted,
     }
@@ -69,7 +69,7 @@ def score_row(
     adapted: float | None,
 ) -> dict[str, Any]:
     """A row of clients_history.csv: one client at one evaluation."""
-    row = {"time": time, "round": evaluated, "client": client, "name": name}
+    row = {"time": time, "updates": evaluated, "client": client, "name": name}
     found: dict[str, Any] = finite(row | {metric.name: handed, f"{metric.name}_adapted": adapted})
     return found
 
@@ -105,7 +105,7 @@ class EachClient(Extension):
         self.staleness = np.zeros(clients, dtype=np.int64)  # summed over updates
         self.since = np.zeros(clients)  # when what it trains was sent, or began
         self.busy = np.zeros(clients)  # seconds of all trainings that have counted
-        self.when: list[tuple[float, int]] = []  # time and round of evaluations
+        self.when: list[tuple[float, int]] = []  # time and updates of the run at evaluations
         self.scores: list[Floats] = []  # the metric then, [2, clients]: handed, adapted
 
     # -- what happens --------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class EachClient(Extension):
     def evaluated(self, scores: Mapping[int, Score]) -> dict[str, Any]:
         if len(self.updates) > FOLLOWED:  # the last evaluation alone
             self.when, self.scores = [], []
-        self.when.append((self.engine.time, self.engine.round))
+        self.when.append((self.engine.time, self.engine.updates))
         self.scores.append(np.full((2, len(self.updates)), np.nan))
         self._note(0, scores)
         return {}

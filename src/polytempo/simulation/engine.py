@@ -39,7 +39,7 @@ from polytempo.simulation.guards import Attackers
 from polytempo.simulation.metrics import models_sent, over_clients
 from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Score, make_executor
 
-FORMAT = 7  # of checkpoints
+FORMAT = 8  # of checkpoints
 NOT_TESTED = Score({})
 Observer = Callable[[events.Event], None]
 P = ParamSpec("P")
@@ -65,7 +65,7 @@ class World(TypedDict, total=False):
 class Engine:
     """One run: a strategy, a federation, a world of devices, a clock."""
 
-    slots: int  # clients that train at once
+    concurrency: int  # clients that train at once
     refill: Refill
 
     def __init__(
@@ -118,7 +118,7 @@ class Engine:
         self.time = 0.0
         self.queue: list[tuple[float, int, int, int, int, int]] = []  # key; client, two numbers
         self.counter = 0
-        self.limit, self.budget = math.inf, math.inf  # rounds, and models that may be sent
+        self.limit, self.budget = math.inf, math.inf  # updates, and models that may be sent
         self.history: list[dict[str, Any]] = []
         self.messages = Counter(dispatch=0, upload=0, multicast=0)
         self.bytes = Counter(self.messages)
@@ -142,7 +142,7 @@ class Engine:
     # -- what an engine has of its own -----------------------------------------------------------
 
     @property
-    def round(self) -> int:
+    def updates(self) -> int:
         """Local trainings that are done and have counted."""
         raise NotImplementedError
 
@@ -174,12 +174,12 @@ class Engine:
         return self.budget < math.inf and self.sent >= self.budget
 
     def is_over(self) -> bool:
-        """Whether the rounds are done, or the budget of messages is spent."""
-        return self.round >= self.limit or self._spent()
+        """Whether the updates are done, or the budget of messages is spent."""
+        return self.updates >= self.limit or self._spent()
 
     def run(
         self,
-        rounds: int,
+        updates: int,
         *,
         versions: float = math.inf,
         messages: float = math.inf,
@@ -187,13 +187,13 @@ class Engine:
         stop: Callable[[], bool] = lambda: False,
         closing: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Run until `rounds` trainings are done (in total), what is served has changed `versions`
+        """Run until `updates` trainings are done (in total), what is served has changed `versions`
         times, `messages` models have been sent, the clock passes `until`, nobody is left, or
         `stop()` says so between two events. Returns False in that last case.
 
         `closing` is called before the closing evaluation, which would not be there in a longer run:
         what is saved then can be continued as if the run had been longer from the beginning."""
-        self.limit, self.budget = rounds, messages
+        self.limit, self.budget = updates, messages
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums in one order: same seed, same bits
         try:
@@ -229,7 +229,7 @@ class Engine:
         closing()
         with self._timed("total"):
             last = self.history[-1]
-            if last["round"] != self.round:
+            if last["updates"] != self.updates:
                 last = self._record()
             if last[self._adapted] is None and self.adapt_epochs:
                 last |= self.adapted(stop) or {}
@@ -245,7 +245,7 @@ class Engine:
             means = over_clients(scores, self.problem)
             row: dict[str, Any] = {
                 "time": self.time,
-                "round": self.round,
+                "updates": self.updates,
                 "version": self.version,
                 **means,
                 self._adapted: None,
@@ -259,7 +259,7 @@ class Engine:
             self.history.append(row)
             name = self.metric.name
             self._emit(events.Evaluate, name, row[name], row["loss"])
-        if self.adapt_always and self.adapt_epochs and self.round:
+        if self.adapt_always and self.adapt_epochs and self.updates:
             row |= self.adapted() or {}
         return row
 
@@ -405,7 +405,7 @@ class Engine:
 
     def _adapting(self, client: int) -> Job:
         """The training by which the client adapts a copy of its model, as it stands."""
-        stream = ("adapt", client, "round", self.round)
+        stream = ("adapt", client, "round", self.updates)
         steps = with_offset(self.strategy.task(client).client_steps)
         task = replace(self._adaptation(), client_steps=steps)
         return Job(client, self.in_use(client), task, stream, memory=self.own_part(client))
@@ -505,7 +505,7 @@ class Engine:
         **named: P.kwargs,
     ) -> None:
         """Tell everybody of an event: its class, and its fields beyond the common head."""
-        event = kind(self.events, self.time, self.round, self.version, *fields, **named)
+        event = kind(self.events, self.time, self.updates, self.version, *fields, **named)
         self.events += 1
         line = events.to_json(event)
         self.fingerprint = hashlib.sha256((self.fingerprint + line).encode()).hexdigest()[:32]

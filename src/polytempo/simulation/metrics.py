@@ -69,7 +69,7 @@ def _defined(values: Sequence[float]) -> NDArray[np.float64]:
 
 def final_value(history: Sequence[Row], figure: str, last: int = LAST) -> float | None:
     """Mean of that column over the last evaluations (the untrained model's does not count)."""
-    trained = [row[figure] for row in history if row["round"] > 0 and row[figure] is not None]
+    trained = [row[figure] for row in history if row["updates"] > 0 and row[figure] is not None]
     return float(np.mean(trained[-last:])) if trained else None
 
 

@@ -60,8 +60,8 @@ class Round:
 
 
 class PeerSimulator(Engine):
-    """A run without a server. `rounds` are those of the whole run: with the strategy's options they
-    say how many iterations each peer has."""
+    """A run without a server. `updates` are those of the whole run: with the strategy's options
+    they say how many iterations each peer has."""
 
     strategy: P2P
 
@@ -71,7 +71,7 @@ class PeerSimulator(Engine):
         module: nn.Module,
         strategy: P2P,
         *,
-        rounds: int,
+        updates: int,
         check: bool = False,
         **world: Unpack[World],
     ) -> None:
@@ -80,13 +80,13 @@ class PeerSimulator(Engine):
         strategy.setup(self.context)
         if not all(change.timed for change in self.changes):
             raise PolytempoError(
-                "dropout leave:version=... and join:round=... count what a server does, but p2p "
+                "dropout leave:version=... and join:updates=... count what a server does, but p2p "
                 "has no server; use at=SECONDS"
             )
-        self.slots, self.refill = clients, strategy.refill
+        self.concurrency, self.refill = clients, strategy.refill
         self.messages.update(exchange=0, claim=0, announce=0)
         self.bytes.update(exchange=0)
-        self.target = strategy.iterations(rounds)  # of each peer
+        self.target = strategy.iterations(updates)  # of each peer
         task = replace(self.context.task, schedule=strategy.schedule(self.target))
         self.learners = [Learner(self.backend.solver, client, task) for client in range(clients)]
         self.nbytes = self.learners[0].params.nbytes
@@ -103,7 +103,7 @@ class PeerSimulator(Engine):
         self.extend(self.each)
 
     @property
-    def round(self) -> int:
+    def updates(self) -> int:
         return self.local_rounds
 
     @property
@@ -111,14 +111,14 @@ class PeerSimulator(Engine):
         return self.pairings
 
     def is_over(self) -> bool:
-        """Whether the rounds are done; or the budget covers no further pairing, or everybody has
+        """Whether the updates are done; or the budget covers no further pairing, or everybody has
         reached the target, and no model is on its way."""
         spent = self.sent + self.answers + 2 > self.budget
         done = all(
             learner.iteration >= self.target or client in self.lost
             for client, learner in enumerate(self.learners)
         )
-        if self.round >= self.limit and not done:
+        if self.updates >= self.limit and not done:
             return True
         return (spent or done) and not any(post.brings_model for post in self.posts.values())
 
@@ -234,7 +234,7 @@ class PeerSimulator(Engine):
             actions = self.nodes[client].handle(protocol.RoundEnded())
         self.strategy.models[client] = learner.params
         self._act(client, actions)
-        if self.round // self.eval_every > self.history[-1]["round"] // self.eval_every:
+        if self.updates // self.eval_every > self.history[-1]["updates"] // self.eval_every:
             self._record()
 
     # -- messages ------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class PeerSimulator(Engine):
         if state["target"] != self.target:
             raise PolytempoError(
                 f"the peers were on their way to {state['target']} iterations, on the matching "
-                f"learning-rate schedule, not to {self.target}; leave --rounds as it was, or "
+                f"learning-rate schedule, not to {self.target}; leave --updates as it was, or "
                 "start a new run"
             )
         self.incarnations = state["incarnations"]

@@ -25,7 +25,7 @@ RARE = 0.1  # how often a label is counted that does not occur
 
 
 class ReferenceEngine(Engine):
-    """A run of rounds outside the clock, with an evaluation after each."""
+    """A run outside the clock, in epochs, with an evaluation after each."""
 
     strategy: Reference
 
@@ -35,16 +35,16 @@ class ReferenceEngine(Engine):
         module: nn.Module,
         strategy: Reference,
         *,
-        rounds: int,
+        updates: int,
         **world: Unpack[World],
     ) -> None:
         super().__init__(federation, module, strategy, **world)
         strategy.setup(self.context)
-        self.slots, self.refill = federation.clients, strategy.refill
-        self.rounds, self.done = rounds, 0
+        self.concurrency, self.refill = federation.clients, strategy.refill
+        self.planned, self.done = updates, 0
 
     @property
-    def round(self) -> int:
+    def updates(self) -> int:
         return self.done
 
     @property
@@ -53,7 +53,7 @@ class ReferenceEngine(Engine):
 
     def _start(self) -> None:
         self._record()
-        for number in range(self.rounds):
+        for number in range(self.planned):
             self._push(0.0, 0, 0, 0, number)
 
     def _step(self) -> None:
@@ -65,7 +65,7 @@ class ReferenceEngine(Engine):
             self._record()
 
     def _advance(self) -> None:
-        """One round."""
+        """One epoch, or none."""
 
     def state_dict(self) -> State:
         return super().state_dict() | {"done": self.done}
@@ -86,10 +86,10 @@ class Constants(ReferenceEngine):
         module: nn.Module,
         strategy: Majority,
         *,
-        rounds: int,
+        updates: int,
         **world: Unpack[World],
     ) -> None:
-        super().__init__(federation, module, strategy, rounds=rounds, **world)
+        super().__init__(federation, module, strategy, updates=updates, **world)
         self.adapt_epochs = 0  # there is no model
 
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
@@ -146,11 +146,11 @@ class PooledData(ReferenceEngine):
         module: nn.Module,
         strategy: Pooled,
         *,
-        rounds: int,
+        updates: int,
         trainer_on: Callable[[Federation], Solver],
         **world: Unpack[World],
     ) -> None:
-        super().__init__(federation, module, strategy, rounds=rounds, **world)
+        super().__init__(federation, module, strategy, updates=updates, **world)
         if self.layout.personal:
             raise PolytempoError(
                 f"{strategy.name} trains whole models, so nothing can be personal; omit --personal"
@@ -170,7 +170,7 @@ class PooledData(ReferenceEngine):
         for number, samples in enumerate(pooled.samples):
             steps = -(-samples // batch)  # of an epoch
             task = replace(
-                self.context.task, schedule=strategy.schedule(rounds * steps), keep_optimizer=True
+                self.context.task, schedule=strategy.schedule(updates * steps), keep_optimizer=True
             )
             self.learners.append((Learner(trainer, number, task), steps))
         strategy.group = group.tolist()

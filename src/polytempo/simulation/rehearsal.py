@@ -46,9 +46,9 @@ class RehearsedServer(Server):
         return self._both(Server.receive, update)
 
     def _both(self, act: Callable[[Server, T], list[Action]], what: T) -> list[Action]:
-        if self.round >= FIRST and self.round % EVERY:
+        if self.updates >= FIRST and self.updates % EVERY:
             return act(self, what)
-        twin, updates = self._twin(), self.round
+        twin, updates = self._twin(), self.updates
         forgotten = _differing(self.strategy, twin.strategy)
         wrong, cause = _unlike_now(self, twin), None
         if wrong is None:
@@ -76,7 +76,7 @@ class RehearsedServer(Server):
         twin = Server(
             fresh,
             self.context,
-            slots=self.slots,
+            concurrency=self.concurrency,
             refill=self.refill,
             schedule=self.schedule,
             steps=self.steps,
@@ -103,7 +103,7 @@ def _unlike(actions: Sequence[Action], others: Sequence[Action]) -> str | None:
 def _unlike_now(server: Server, twin: Server) -> str | None:
     """What is wrong with what the twin serves."""
     ours, theirs = server.strategy, twin.strategy
-    if (server.round, server.version) != (twin.round, twin.version):
+    if (server.updates, server.version) != (twin.updates, twin.version):
         return "changes what it serves at other times"
     for client in range(min(server.context.clients, CLIENTS)):
         if not _same(ours.model_for(client), theirs.model_for(client)):

@@ -17,8 +17,8 @@ Theory of operation
    the new model: the schedule of batches stays the same. If no step is left, it is missed, and the
    upload answers the older dispatch.
 5. Evaluation and adaptation happen outside the clock and leave no trace in the run's state. They
-   come at fixed intervals of rounds; of a synchronous method, when the cohort that reaches the
-   round is complete, so that a model is not dated later than it was there. Metrics are over the
+   come at fixed intervals of updates; of a synchronous method, when the cohort that reaches that
+   number is complete, so that a model is not dated later than it was there. Metrics are over the
    clients that are or have been there: a newcomer counts from when it joins.
 6. Every event (`core/events.py`) goes to the extensions (invariant checker, clusters), to the
    observers (event log, progress bar) and into a running fingerprint: two runs with equal
@@ -69,12 +69,14 @@ CHANGE, ARRIVE, DELIVER, STOP = 0, 1, 2, 3  # priorities at equal times
 WATCHED = 100  # dispatches at the beginning whose models nobody may change
 
 
-def slots_of(strategy: Strategy, clients: int, slots: int | None, refill: Refill | None) -> int:
+def concurrency_of(
+    strategy: Strategy, clients: int, concurrency: int | None, refill: Refill | None
+) -> int:
     """Clients that train at once: as many as were asked for, else a tenth; all, if in this strategy
     everybody trains all the time."""
-    if strategy.all_slots and refill is None:
+    if strategy.all_train and refill is None:
         return clients
-    return min(clients, max(4, math.ceil(clients / 10))) if slots is None else slots
+    return min(clients, max(4, math.ceil(clients / 10))) if concurrency is None else concurrency
 
 
 class Simulator(Engine):
@@ -86,7 +88,7 @@ class Simulator(Engine):
         module: nn.Module,
         strategy: Strategy,
         *,
-        slots: int | None = None,
+        concurrency: int | None = None,
         refill: Refill | None = None,
         schedule: Schedule | None = None,
         steps: Sequence[ClientStep] = (),
@@ -96,26 +98,26 @@ class Simulator(Engine):
         **world: Unpack[World],
     ) -> None:
         super().__init__(federation, module, strategy, **world)
-        slots = slots_of(strategy, federation.clients, slots, refill)
+        concurrency = concurrency_of(strategy, federation.clients, concurrency, refill)
         if not strategy.communicates:  # nothing leaves a client, and nothing comes to a server
             steps, defence = (), None
         kind = RehearsedServer if check else Server
         self.server = kind(
             strategy,
             self.context,
-            slots=slots,
+            concurrency=concurrency,
             refill=refill,
             schedule=schedule,
             steps=steps,
             defence=defence,
         )
-        self.slots, self.refill = slots, self.server.refill
+        self.concurrency, self.refill = concurrency, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way
         self.late = late(self.changes)
-        self.changes_by = {kind: _by_count(self.changes, kind) for kind in ("round", "version")}
+        self.changes_by = {kind: _by_count(self.changes, kind) for kind in ("updates", "version")}
         if check:
-            self.extend(Checker(slots))
+            self.extend(Checker(concurrency))
         if diagnose:
             diagnosis = Diagnosis(self, diagnose)
             self.server.strategy = diagnosis.stand_in()
@@ -130,8 +132,8 @@ class Simulator(Engine):
             self.extend(Newcomers(self))
 
     @property
-    def round(self) -> int:
-        return self.server.round
+    def updates(self) -> int:
+        return self.server.updates
 
     @property
     def version(self) -> int:
@@ -193,15 +195,15 @@ class Simulator(Engine):
                 if not bool(torch.isfinite(flight.job.latest).all()):
                     why = f"{self.strategy} served client {client} a model that is NaN or infinite"
                 raise Diverged(
-                    f"round {self.server.round}, simulated time {self.time:g}: {why}"
+                    f"update {self.server.updates}, simulated time {self.time:g}: {why}"
                 ) from refusal
         del self.flights[client]
         self.memory.set(client, memory)
-        self.staleness[stale.rounds] += 1
+        self.staleness[stale.updates] += 1
         self._count("upload", update.nbytes)
-        self._emit(events.Upload, client, flight.number, stale.rounds, stale.versions)
+        self._emit(events.Upload, client, flight.number, stale.updates, stale.versions)
         self._act(actions)
-        self._counted(self.server.round - 1, version)
+        self._counted(self.server.updates - 1, version)
 
     def _drop(self, client: int, tell: Callable[[int], list[Action]]) -> None:
         version = self.server.version
@@ -210,15 +212,15 @@ class Simulator(Engine):
         actions = tell(client)
         self._emit(events.Drop, client, flight.number)
         self._act(actions)
-        self._counted(self.server.round, version)
+        self._counted(self.server.updates, version)
 
-    def _counted(self, round_: int, version: int) -> None:
-        """The counters were these, and may have gone up. Clients that come or go with a round, or a
-        version of the model, do so now; and evaluations are due with rounds."""
+    def _counted(self, updates: int, version: int) -> None:
+        """The counters were these, and may have gone up. Clients that come or go with an update, or
+        a version of the model, do so now; and evaluations are due with updates."""
         server = self.server
         if self.changes:
             passed = {
-                "round": range(round_ + 1, server.round + 1),
+                "updates": range(updates + 1, server.updates + 1),
                 "version": range(version + 1, server.version + 1),
             }
             due = [
@@ -229,7 +231,9 @@ class Simulator(Engine):
             ]
             for index in sorted(due):
                 self._change(index)
-        evaluate = server.round // self.eval_every > self.history[-1]["round"] // self.eval_every
+        evaluate = (
+            server.updates // self.eval_every > self.history[-1]["updates"] // self.eval_every
+        )
         if evaluate and (server.refill != "cohort" or server.version > version):
             self._record()
 
@@ -239,7 +243,7 @@ class Simulator(Engine):
         if change.available:
             new = client not in self.server.known
             actions = self.server.join([client])
-            self._emit(events.Join if new and self.server.round else events.Return, client)
+            self._emit(events.Join if new and self.server.updates else events.Return, client)
             self._act(actions)
             return
         self._emit(events.Leave, client)
@@ -384,7 +388,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def _by_count(changes: Sequence[Change], kind: str) -> dict[int, list[int]]:
-    """The indices of those changes that come with a round (or a version), by its number."""
+    """The indices of those changes that come with an update (or a version), by its number."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     for index, change in enumerate(changes):
         count = getattr(change, kind)

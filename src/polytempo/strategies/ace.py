@@ -55,7 +55,7 @@ class ACE(GradientStrategy):
 
     paper: ClassVar[str] = PAPER
     refill: ClassVar[Refill] = "same"
-    all_slots: ClassVar[bool] = True
+    all_train: ClassVar[bool] = True
     bits: ClassVar[Literal[8] | None] = None  # of the cache; None: as the context says
     state: ClassVar[tuple[str, ...]] = (
         *("model", "cache", "total", "reported", "started", "awaited", "sent", "since"),

@@ -18,7 +18,7 @@ class VanillaASGD(GradientStrategy):
 
     `w <- w - eta g`. The baseline of asynchronous methods: faster clients have more influence. It
     is FedBuff with a buffer of one. Every client computes all the time; set the refill to "idle" to
-    limit them to the slots.
+    limit them to its concurrency.
 
     `server_lr`: eta, 0.2 sqrt(n / T) in the ACE paper. `local_steps`: of a client, 1 in the paper;
     with more, g is the sum of their gradients (plain SGD, whatever the task's momentum).
@@ -26,7 +26,7 @@ class VanillaASGD(GradientStrategy):
 
     paper: ClassVar[str] = "Mishchenko et al. 2022"
     refill: ClassVar[Refill] = "same"
-    all_slots: ClassVar[bool] = True
+    all_train: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = ("model",)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
@@ -63,7 +63,7 @@ class DelayAdaptiveASGD(VanillaASGD):
         self.concurrency = 1  # until the first update has come, which is never late
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        tau, bound = staleness.rounds, self.threshold or self.concurrency  # tau_C
+        tau, bound = staleness.updates, self.threshold or self.concurrency  # tau_C
         if tau <= bound:
             self.descend(self.gradient(update))
         elif self.beyond == "shrink":

@@ -36,7 +36,7 @@ from polytempo.strategies.history import cosine
 from polytempo.strategies.similarity_buffer import SimilarityBuffer
 from polytempo.strategies.splitting import gap_by_chance, groups, spectrum, stays_whole
 
-GONE = -2  # in place of the round at which a client started
+GONE = -2  # in place of the update at which a client started
 
 
 def omega(t: int, k: float) -> float:
@@ -81,7 +81,7 @@ class CASA(Clustered):
     in the model that the client was handed ("update"), the models as they are ("model", the paper's
     formula) or their displacement from the common initial model ("displacement").
     `clock`: what staleness counts: arrivals of the client's own cluster ("cluster"), the measure of
-    `r_c = |C| (2 - Omega)`, or all arrivals ("rounds", the paper's text taken literally), by which
+    `r_c = |C| (2 - Omega)`, or all arrivals ("updates", the paper's text taken literally), by which
     nearly all updates are late once there are small clusters.
     `founders`: a client that has not uploaded by arrival number `founders` times n is not waited
     for: it leaves the first cluster, and is a newcomer when it does upload (Eq. 15).
@@ -110,7 +110,7 @@ class CASA(Clustered):
     shuffles: Annotated[int, Field(ge=0)] = 0
     budget: Annotated[int, Field(ge=1)] | None = None
     reference: Literal["update", "model", "displacement"] = "update"
-    clock: Literal["rounds", "cluster"] = "cluster"
+    clock: Literal["updates", "cluster"] = "cluster"
     founders: Annotated[float, Field(gt=0)] = 10.0
     clustering: bool = True
     bilevel: bool = True
@@ -121,7 +121,7 @@ class CASA(Clustered):
         n, initial = context.clients, context.initial
         self.t = 0
         self.seen = np.zeros(n, dtype=np.bool_)
-        # Round at which who is in training received its model; -1: it is not in training.
+        # Update at which who is in training received its model; -1: it is not in training.
         self.started = np.full(n, -1)
         # What its cluster had folded by then; -1: it was in none, or is in none any more.
         self.begun = np.full(n, -1)
@@ -172,16 +172,16 @@ class CASA(Clustered):
         """They are in none from now on, until their next upload."""
         self.cluster[clients] = self.begun[clients] = -1
 
-    def ages(self, rounds: FloatArray) -> FloatArray:
-        """tau of every client, whose models are that many rounds old; of those whose cluster is not
-        the one that they began in, nothing else is known."""
-        if self.clock == "rounds":
-            return rounds
+    def ages(self, updates: FloatArray) -> FloatArray:
+        """tau of every client, whose models are that many updates old; of those whose cluster is
+        not the one that they began in, nothing else is known."""
+        if self.clock == "updates":
+            return updates
         folded = np.array(self.folded)[self.cluster]
-        return np.where(self.begun >= 0, folded - self.begun, rounds)
+        return np.where(self.begun >= 0, folded - self.begun, updates)
 
-    def age(self, client: int, rounds: int) -> int:
-        return int(self.ages(np.full(self.context.clients, rounds))[client])
+    def age(self, client: int, updates: int) -> int:
+        return int(self.ages(np.full(self.context.clients, updates))[client])
 
     def staleness(self) -> FloatArray:
         """tau of every client at this arrival; 0 for those that are not in training."""
@@ -189,7 +189,7 @@ class CASA(Clustered):
         return np.where(self.started < 0, 0, self.ages(now - self.started))
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        i, tau = update.client, self.age(update.client, staleness.rounds)
+        i, tau = update.client, self.age(update.client, staleness.updates)
         self.t += 1
         self.started[i] = -1
         if self.clustering:
@@ -341,7 +341,7 @@ class CASAPlus(CASA):
                 f"client {update.client} sent a mask of {list(bits.shape)} {bits.dtype}, expected "
                 f"a bit for each of {len(update.vector)} parameters, packed in bytes"
             )
-        self.late[update.client] = self.age(update.client, staleness.rounds)
+        self.late[update.client] = self.age(update.client, staleness.updates)
         return super().fold(update, staleness)
 
     def mixed(self, model: Tensor, update: Update, alpha: float) -> Tensor:

@@ -93,7 +93,7 @@ class Descant(Strategy):
         self.t += 1
         n, now = self.context.clients, self.history.current
         gone, way = now - self.history.ago(staleness.versions), update.vector  # way: w
-        rate = self.step * (1 + staleness.rounds) ** -self.a / (1 + self.fade * self.t / n) ** 0.5
+        rate = self.step * (1 + staleness.updates) ** -self.a / (1 + self.fade * self.t / n) ** 0.5
         trained = sum(self.context.tensors) or len(now)
         left = way_left(gone[:trained], way[:trained]) if self.project else 1.0  # c
         new = now + rate * left * way

@@ -19,7 +19,7 @@ from polytempo.core.task import Task
 class FedAsync(Strategy):
     """Each update is mixed into the global model at once, weighted down by its staleness.
 
-    `w <- (1 - alpha s(tau)) w + alpha s(tau) theta`, tau in rounds, with s one of
+    `w <- (1 - alpha s(tau)) w + alpha s(tau) theta`, tau in updates, with s one of
         constant     1
         polynomial   (1 + tau)^-a              (a = 0.5)
         hinge        1 if tau <= b else 1 / (a (tau - b) + 1)    (a = 10, b = 4)
@@ -62,6 +62,6 @@ class FedAsync(Strategy):
         return 1.0 if tau <= self.b else 1.0 / (a * (tau - self.b) + 1.0)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        mixing = self.alpha * self.weight(staleness.rounds)
+        mixing = self.alpha * self.weight(staleness.updates)
         self.model = torch.lerp(self.model, update.vector, mixing)
         return True

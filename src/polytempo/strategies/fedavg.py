@@ -21,8 +21,8 @@ from polytempo.core.task import Task
 class FedAvg(Strategy):
     """Synchronous averaging: a cohort trains the global model, and their mean replaces it.
 
-    `w <- sum_i |D_i| theta_i / sum_i |D_i|` over the cohort. A round lasts as long as its slowest
-    client. A client whose update is lost is left out of the mean.
+    `w <- sum_i |D_i| theta_i / sum_i |D_i|` over the cohort. A communication round lasts as long
+    as its slowest client. A client whose update is lost is left out of the mean.
     """
 
     family: ClassVar[str] = "synchronous, one model"

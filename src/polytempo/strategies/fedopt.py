@@ -53,7 +53,7 @@ class FedAdam(FedOpt):
 
     `tau`: how adaptive it is (large: momentum SGD); v begins as tau^2, without bias correction, as
     in the paper, whose betas are 0.9 and 0.99. `server_lr`: the paper's grids end between 0.001 and
-    1, depending on the data; no number moves by much more than that in a round.
+    1, depending on the data; no number moves by much more than that in a cohort.
     """
 
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99

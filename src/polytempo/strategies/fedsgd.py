@@ -1,4 +1,4 @@
-"""FedSGD (McMahan et al., AISTATS 2017): FedAvg with a single gradient per round."""
+"""FedSGD (McMahan et al., AISTATS 2017): FedAvg with a single gradient per communication round."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Incremental(Updates):
 
     start: Annotated[float, Field(ge=-1, le=1)] = 0.85
     eps: Annotated[float, Field(ge=0)] = 4.0
-    rounds: Annotated[int, Field(ge=1)] = 500
+    updates: Annotated[int, Field(ge=1)] = 500
     founders: Annotated[float, Field(gt=0)] = 10.0
 
     def setup(self, context: Context) -> None:
@@ -34,7 +34,7 @@ class Incremental(Updates):
     @property
     def threshold(self) -> float:
         """alpha*(t)"""
-        return 1 - (1 - self.start) * math.exp(-self.eps * self.t / self.rounds)
+        return 1 - (1 - self.start) * math.exp(-self.eps * self.t / self.updates)
 
     def note_update(self, update: Update) -> Tensor:
         change = super().note_update(update)
@@ -81,12 +81,12 @@ class ICFL(Incremental, CohortUpdates):
     """A cluster in which two clients are less alike than a rising threshold is split in two.
 
     Our reading of a method whose text and code are not public: if the least cosine of two clients'
-    last updates is below `alpha*(t) = 1 - (1 - start) exp(-eps t / rounds)`, the cluster is parted
+    last updates is below `alpha*(t) = 1 - (1 - start) exp(-eps t / updates)`, the cluster is parted
     by the signs of the Fiedler vector of the normalised Laplacian of (1 + cos) / 2, provided that
     clients are more alike within the parts than across. A newcomer joins the cluster that is most
     like it on average, if that reaches the threshold, or else opens one.
 
-    `start`, `eps`: CASA's values. `rounds`: the length of the run; the paper's have 500.
+    `start`, `eps`: CASA's values. `updates`: the length of the run; the paper's have 500.
     `founders`: a client that has not uploaded after `founders` times n arrivals is a newcomer when
     it does. A cluster of two is not split, nor one with clients that have not uploaded yet.
     """
@@ -100,10 +100,10 @@ class ICFL(Incremental, CohortUpdates):
 @STRATEGIES.register("icfl-async")
 class ICFLAsync(Incremental, ArrivalUpdates):
     """ICFL made asynchronous in the naive way: `w_k <- (1 - alpha) w_k + alpha theta`, and the last
-    update of each client is kept; the condition is checked on every arrival. `rounds` is the
+    update of each client is kept; the condition is checked on every arrival. `updates` is the
     number of arrivals expected (the paper's runs have 50,000)."""
 
     family: ClassVar[str] = "asynchronous, clustered"
     paper: ClassVar[str] = "Liu et al. 2024 (CASA), baseline; our reading"
 
-    rounds: Annotated[int, Field(ge=1)] = 50_000
+    updates: Annotated[int, Field(ge=1)] = 50_000

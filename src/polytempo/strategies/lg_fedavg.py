@@ -13,7 +13,7 @@ from polytempo.strategies.fedbuff import FedBuff
 class LGFedAvg(FedAvg):
     """FedAvg of the head; everything below it, the representation, stays with its client.
 
-    Short for `fedavg --personal body`. The paper begins with a common model from some rounds of
+    Short for `fedavg --personal body`. The paper begins with a common model from some updates of
     FedAvg, then splits it; here the split is there from the start, so a short run has little in
     common. It sends the least of all these methods: the last linear layer.
     """

@@ -29,7 +29,7 @@ class P2P(Strategy):
     alone). `fusion`: how much a partner counts: progress (by its share of the progress,
     `fusion.wf0` in all) or naive (`fusion.weight`, fixed).
     `local_steps`: iterations of a local round. `target`: iterations of each peer in the whole run,
-    which has as many rounds as that takes; None: the run's rounds, shared equally. At each of the
+    which has as many updates as that takes; None: the run's updates, shared equally. At each of the
     `milestones`, fractions of the target, the learning rate is multiplied by `gamma`. A peer that
     has reached its target no longer takes part, and discards what it received in its last local
     round: nobody would train on the mixture. `common_test`: every peer is tested on the test
@@ -37,8 +37,8 @@ class P2P(Strategy):
     kind. `score_fusions`: also test each model just before and just after a fusion (slow), to see
     what fusions do to whom.
 
-    A round is a local round of one peer, and a version is a pairing. Slots have no meaning: all
-    peers train all the time.
+    An update is a local round of one peer, and a version is a pairing. Concurrency has no meaning:
+    all peers train all the time.
 
     Where we depart from the paper: the peer that waits decides who is paired with it, whereas the
     paper's replicated buffer would let two claim it at once; what a peer receives while it trains
@@ -49,7 +49,7 @@ class P2P(Strategy):
     paper: ClassVar[str] = "Sad et al. 2025"
     engine: ClassVar[Kind] = "peers"
     refill: ClassVar[Refill] = "same"
-    all_slots: ClassVar[bool] = True
+    all_train: ClassVar[bool] = True
 
     decision: Annotated[Decision, BeforeValidator(DECISIONS.create)] = field(
         default_factory=AtRandom
@@ -71,8 +71,8 @@ class P2P(Strategy):
     def model_for(self, client: int) -> Tensor:
         return self.models[client]
 
-    def rounds_of_run(self, given: int, clients: int) -> int:
-        """Local rounds of all together: those given, or more if the target takes more."""
+    def updates_of_run(self, given: int, clients: int) -> int:
+        """Local updates of all together: those given, or more if the target takes more."""
         return max(given, clients * ceil((self.target or 0) / self.local_steps))
 
     def schedule(self, target: int) -> Steps:
@@ -80,6 +80,6 @@ class P2P(Strategy):
         at = (max(1, round(part * target)) for part in self.milestones)
         return Steps(at=tuple(at), gamma=self.gamma)
 
-    def iterations(self, rounds: int) -> int:
+    def iterations(self, updates: int) -> int:
         """The target of each peer in a run of this many local rounds in total."""
-        return self.target or max(1, rounds // self.context.clients) * self.local_steps
+        return self.target or max(1, updates // self.context.clients) * self.local_steps

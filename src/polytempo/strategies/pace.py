@@ -97,7 +97,7 @@ class PACE(ArrivalGraph):
         taken[i] = 0.0
         self.denominators += taken
         share = np.divide(taken, self.denominators, out=np.zeros_like(taken), where=taken > 0)
-        decay = (1 + staleness.rounds) ** -self.a if self.staleness_decay else 1.0
+        decay = (1 + staleness.updates) ** -self.a if self.staleness_decay else 1.0
         self.estimate(i, self.bank.sweep(theta, self.graph.measure, share * decay))
         self.denominators[i] = self.rows.row(i)[i]
         return True
@@ -122,7 +122,7 @@ class PACE(ArrivalGraph):
         chosen: list[int] = []
         total, most = 0, min(self.budget, len(in_flight))
         for flight in in_flight:
-            square = flight.staleness.rounds**2
+            square = flight.staleness.updates**2
             if total + square * (most - len(chosen)) <= self.omega:
                 return ()  # the others are no staler: as many as fit would not exceed it
             chosen.append(flight.client)

@@ -30,7 +30,7 @@ class Majority(Reference):
     each label or token occurs.
     """
 
-    def rounds_of_run(self, given: int, clients: int) -> int:
+    def updates_of_run(self, given: int, clients: int) -> int:
         return 1
 
 
@@ -40,7 +40,7 @@ class Pooled(Reference):
 
     The ceiling for methods with one model. Minibatches of all clients' training samples, for
     `epochs`, with the run's batch size, optimizer and learning rate, which goes down to zero by
-    half a cosine. A round is an epoch.
+    half a cosine. An update is an epoch.
     """
 
     epochs: Annotated[int, Field(ge=1)] = 20
@@ -51,12 +51,12 @@ class Pooled(Reference):
         self.group = [0] * context.clients
         self.epoch = 0
 
-    def rounds_of_run(self, given: int, clients: int) -> int:
+    def updates_of_run(self, given: int, clients: int) -> int:
         return self.epochs
 
     def schedule(self, steps: int) -> Cosine:
         """Of a training of so many steps."""
-        return Cosine(rounds=steps, floor=1e-6)
+        return Cosine(updates=steps, floor=1e-6)
 
     def model_for(self, client: int) -> Tensor:
         return self.models[self.group[client]]

@@ -16,15 +16,15 @@ class Standalone(Strategy):
     """Local training alone: no collaboration, no communication.
 
     Use it in every comparison. All clients train at once, each from its own last model,
-    whatever the number of slots; a client's k-th local round ends at k times its latency, so fast
-    clients train more often. Set the refill to "idle" to give it as many slots, and each client
-    as many trainings, as a method with a server has.
+    whatever the concurrency; a client's k-th local round ends at k times its latency, so fast
+    clients train more often. Set the refill to "idle" to give it the concurrency, and each client
+    the number of trainings, that a method with a server has.
     """
 
     family: ClassVar[str] = "baseline"
     paper: ClassVar[str] = "none"
     refill: ClassVar[Refill] = "same"
-    all_slots: ClassVar[bool] = True
+    all_train: ClassVar[bool] = True
     communicates: ClassVar[bool] = False
     state: ClassVar[tuple[str, ...]] = ("models",)
 

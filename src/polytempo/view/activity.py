@@ -44,7 +44,7 @@ class Point:
     """An evaluation."""
 
     time: float
-    round: int
+    updates: int
     messages: int
     value: float | None
     loss: float | None
@@ -64,7 +64,7 @@ class Activity:
         self.sent: list[tuple[float, tuple[int, ...]]] = []  # messages by kind, now and then
         self._stride = 1  # events from one of these to the next
         self.metric: str | None = None
-        self.time, self.round, self.version, self.events = 0.0, 0, 0, 0
+        self.time, self.updates, self.version, self.events = 0.0, 0, 0, 0
         self.unreadable = 0  # lines
 
     def feed(self, lines: Iterable[bytes]) -> None:
@@ -92,13 +92,13 @@ class Activity:
         kind, time = event["event"], float(event["time"])
         if not isinstance(kind, str) or not math.isfinite(time):
             raise ValueError("not an event")
-        round_, version = int(event["round"]), int(event["version"])
+        updates, version = int(event["updates"]), int(event["version"])
         if kind == "evaluate":
-            self._evaluated(event, time, round_)
+            self._evaluated(event, time, updates)
         elif "client" in event:
             self._happened(kind, event, self.client(event["client"]), time)
         self.counts[kind] += 1
-        self.time, self.round, self.version = max(self.time, time), round_, version
+        self.time, self.updates, self.version = max(self.time, time), updates, version
         self.events += 1
         if self.events % self._stride == 0:
             self.sent.append((self.time, self.sent_now()))
@@ -109,13 +109,13 @@ class Activity:
         """Messages by kind."""
         return tuple(self.counts[kind] for kind in MODELS)
 
-    def _evaluated(self, event: dict[str, Any], time: float, round_: int) -> None:
+    def _evaluated(self, event: dict[str, Any], time: float, updates: int) -> None:
         self.metric = str(event["metric"])
         value, loss = (
             float(x) if isinstance(x := event.get(key), int | float) else None
             for key in ("value", "loss")
         )
-        self.points.append(Point(time, round_, self.messages, value, loss))
+        self.points.append(Point(time, updates, self.messages, value, loss))
 
     def _happened(self, kind: str, event: dict[str, Any], client: Client, time: float) -> None:
         number = event["client"]

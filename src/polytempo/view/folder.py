@@ -198,7 +198,7 @@ class RunFolder:
     @property
     def planned(self) -> int | None:
         """Updates after which the run is over."""
-        found = self.config.value.get("rounds") or self.config.value.get("updates")
+        found = self.config.value.get("updates")
         return found if isinstance(found, int) else None
 
     @property

@@ -34,13 +34,13 @@ _NOBODY = Client()
 
 def about(run: RunFolder) -> Table:
     """A run in the list of runs."""
-    round_ = _round(run)
+    updates = _updates(run)
     return {
         "name": run.name,
         "strategy": run.strategy,
         "seed": run.seed,
         "status": run.status,
-        "round": round_,
+        "updates": updates,
         "planned": run.planned,
         "version": run.version,
     }
@@ -74,9 +74,9 @@ def everything(run: RunFolder, order: Order = "slowest") -> Table:
     return known
 
 
-def _round(run: RunFolder) -> int:
-    last = run.history[-1].get("round") if run.history else 0
-    return max(run.activity.round, last if isinstance(last, int) else 0)
+def _updates(run: RunFolder) -> int:
+    last = run.history[-1].get("updates") if run.history else 0
+    return max(run.activity.updates, last if isinstance(last, int) else 0)
 
 
 def notes(run: RunFolder) -> list[str]:
@@ -152,15 +152,15 @@ def curve(run: RunFolder) -> Table:
     name = run.metric.name
     points: dict[tuple[float, int], tuple[Any, ...]] = {}
     for point in run.activity.points if run.activity.metric == name else ():
-        points[point.time, point.round] = (point.messages, point.value, point.loss, None, None)
+        points[point.time, point.updates] = (point.messages, point.value, point.loss, None, None)
     columns = ("messages", name, "loss", f"{name}_worst10", f"{name}_adapted")
     for row in run.history:
-        time, round_ = numeric(row.get("time")), row.get("round")
-        if time is not None and isinstance(round_, int):
-            points[time, round_] = tuple(numeric(row.get(column)) for column in columns)
+        time, updates = numeric(row.get("time")), row.get("updates")
+        if time is not None and isinstance(updates, int):
+            points[time, updates] = tuple(numeric(row.get(column)) for column in columns)
     ordered = sorted(points)
     kept = thin(ordered, POINTS)
-    found: Table = {"time": [time for time, _ in kept], "round": [round_ for _, round_ in kept]}
+    found: Table = {"time": [time for time, _ in kept], "updates": [updates for _, updates in kept]}
     for place, column in enumerate(("messages", "value", "loss", "worst10", "adapted")):
         found[column] = [points[key][place] for key in kept]
     return {**found, "left_out": len(ordered) - len(kept)}
@@ -309,23 +309,23 @@ def messages(run: RunFolder) -> Table | None:
 
 def clusters(run: RunFolder) -> Table | None:
     """The cluster of each client over the run, by updates: rows of a picture."""
-    clients, rounds = run.number_of_clients, _round(run)
+    clients, updates = run.number_of_clients, _updates(run)
     changes = [
-        (row["round"], 0.0, row["client"], row["cluster"])
+        (row["updates"], 0.0, row["client"], row["cluster"])
         for row in run.clusters.value
-        if all(isinstance(row.get(key), int) for key in ("round", "client", "cluster"))
+        if all(isinstance(row.get(key), int) for key in ("updates", "client", "cluster"))
         and 0 <= row["client"] < clients
     ]
-    if not changes or rounds < 1 or clients > CELLS:
+    if not changes or updates < 1 or clients > CELLS:
         return None
-    cells = strips(changes, clients, rounds)
+    cells = strips(changes, clients, updates)
     cells = cells[:, np.linspace(0, cells.shape[1] - 1, min(ACROSS, cells.shape[1])).astype(int)]
     order = np.argsort(cells[:, -1], kind="stable")
     order = np.array(thin(order.tolist(), LINES))
     return {
         "clients": order.tolist(),
         "cells": cells[order].tolist(),
-        "rounds": rounds,
+        "updates": updates,
         "number": len(np.unique(cells[:, -1][cells[:, -1] >= 0])),
         "left_out": clients - len(order),
     }
@@ -351,7 +351,7 @@ def matrix(run: RunFolder, which: Literal["graph", "similarity"], number: int) -
             "block": block,
             "number": number,
             "of": len(kept),
-            "round": _entry(arrays, "rounds", number),
+            "updates": _entry(arrays, "updates", number),
             "time": _entry(arrays, "times", number),
         }
     )
@@ -390,8 +390,10 @@ def _blocks(cells: Floats, block: int) -> Floats:
 def diagnosis(run: RunFolder) -> Table | None:
     """What makes the server's steps wrong, over the run."""
     terms = ("noise", "bias", "delay", "gradient")
-    rows: list[Row] = [row for row in run.diagnosis.value if numeric(row.get("round")) is not None]
+    rows: list[Row] = [
+        row for row in run.diagnosis.value if numeric(row.get("updates")) is not None
+    ]
     if not rows:
         return None
     kept = thin(rows, POINTS)
-    return {key: [numeric(row.get(key)) for row in kept] for key in ("round", *terms)}
+    return {key: [numeric(row.get(key)) for row in kept] for key in ("updates", *terms)}

@@ -14,9 +14,9 @@ Theory of operation
    How many of them had got to work before is among the figures.
 3. A client writes down which acknowledgements it has heard before it does anything else about them,
    and counts its acknowledged trainings in the memory that survives it.
-4. In the end nobody is killed any more. The server is asked to stop, continues for some more rounds
-   with everybody, and all end by themselves. `check` then compares what clients heard and remember
-   with what a replay of the server's journal folds.
+4. In the end nobody is killed any more. The server is asked to stop, continues for some more
+   updates with everybody, and all end by themselves. `check` then compares what clients heard and
+   remember with what a replay of the server's journal folds.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from polytempo.network.session import Certificates, free_ports
 from polytempo.nodes.client import ClientNode
 from polytempo.storage import load_state
 
-ENDLESS = 10**8  # rounds, while the storm lasts
-AFTERWARDS = 25  # rounds for each client, when it is over
+ENDLESS = 10**8  # updates, while the storm lasts
+AFTERWARDS = 25  # updates for each client, when it is over
 WAIT = 180.0  # seconds in which whatever should happen happens, on a busy machine
 COUNT = "trainings"  # what a client remembers
 
@@ -104,7 +104,7 @@ def serve_here(
     folder: Path,
     address: str,
     host: str | None,
-    rounds: int,
+    updates: int,
     clients: int,
     strategy: str,
     size: int,
@@ -123,14 +123,14 @@ def serve_here(
         clients=clients,
         out=folder / SERVER,
         strategy=strategy,
-        rounds=rounds,
+        updates=updates,
         listen=address,
         metric="distance",
         better="lower",
         certificates=(own.ca, own.cert, own.key),
         listening=lambda address: note({"event": "listening"}),
         eval_every=400,
-        slots=clients,  # nobody waits for the slot of another
+        concurrency=clients,  # nobody waits for the slot of another
         limits=limits,
     )
     note({"event": "ended"})
@@ -200,7 +200,7 @@ class Forked:
     def __init__(self, folder: Path, clients: int, strategy: str, size: int) -> None:
         self.folder, self.strategy, self.size = folder, strategy, size
         self.clients = [f"client-{number}" for number in range(clients)]
-        self.rounds, self.room, self.limits = ENDLESS, clients, {}
+        self.updates, self.room, self.limits = ENDLESS, clients, {}
         self.port = free_ports(1)[0]
         names = [SERVER, *self.clients]
         make_certificates(folder / "certs", dict.fromkeys(names, self.addresses()))
@@ -225,7 +225,7 @@ class Forked:
         return f"127.0.0.1:{self.port}", None
 
     def start(self, name: str) -> None:
-        work = (self.rounds, self.room, self.strategy, self.size, self.limits)
+        work = (self.updates, self.room, self.strategy, self.size, self.limits)
         life = serve_here
         if name != SERVER:
             number = self.clients.index(name)
@@ -255,8 +255,8 @@ class Commanded(Forked):
 
     def __init__(self, folder: Path, clients: int, strategy: str, size: int) -> None:
         settings = {"data": "digits", "clients": clients, "model": "mlp", "strategy": strategy}
-        config = make_config({**settings, "rounds": ENDLESS, "eval_every": 400})
-        self.folder, self.rounds = folder, ENDLESS
+        config = make_config({**settings, "updates": ENDLESS, "eval_every": 400})
+        self.folder, self.updates = folder, ENDLESS
         self.clients = [f"client-{number}" for number in range(clients)]
         self._notes = {name: Notes(folder / f"{name}.jsonl") for name in (SERVER, *self.clients)}
         self._group = Fleet(
@@ -270,7 +270,7 @@ class Commanded(Forked):
     def start(self, name: str) -> None:
         self._notes[name]({"event": "started"})
         if name == SERVER:
-            config = self._group.config.model_copy(update={"rounds": self.rounds})
+            config = self._group.config.model_copy(update={"updates": self.updates})
             write_config(self.folder / "config.toml", config)
             self._group.start_server()
         else:
@@ -366,14 +366,14 @@ def heard(fleet: Forked, name: str, since: float = 0.0) -> bool:
 
 
 def end_well(fleet: Forked, storm: Storm) -> None:
-    """Everybody gets on; the server is asked to stop, goes on for some more rounds, and all end."""
+    """Everybody gets on; the server is asked to stop, goes on for more updates, and all end."""
     for name in fleet.clients:
         until(lambda: heard(fleet, name, storm.over), f"{name} gets on after the storm")  # noqa: B023
     fleet.kill(SERVER, signal.SIGTERM)
     if fleet.wait(SERVER) not in (0, 130):
         raise SystemExit(f"the server ended with code {fleet.code(SERVER)}: see {fleet.folder}")
     done = sum('"event":"upload"' in line for line in _event_lines(fleet.folder))
-    fleet.rounds = done + AFTERWARDS * len(fleet.clients)
+    fleet.updates = done + AFTERWARDS * len(fleet.clients)
     fleet.start(SERVER)
     for name in (SERVER, *fleet.clients):
         if fleet.wait(name) != 0:

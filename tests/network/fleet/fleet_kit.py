@@ -27,18 +27,18 @@ FIGURES = frozenset({"loss", "count"})
 
 
 def make_node(
-    strategy="fedasync", clients=4, rounds=8, size=12, steps=20, slots=None, every=4, **plan
+    strategy="fedasync", clients=4, updates=8, size=12, steps=20, concurrency=None, every=4, **plan
 ):
     """A server's node for a model of `size` numbers; a training has so many steps."""
     samples = [1] * clients
     task = Task(steps=steps, batch_size=1)
     context = Context(torch.zeros(size), samples, task, seed=0)
-    server = Server(STRATEGIES.create(strategy), context, slots=slots)
+    server = Server(STRATEGIES.create(strategy), context, concurrency=concurrency)
     plan = {"closing": 5.0, "run": {"toy": True}, **plan}
     return ServerNode(
         server,
         samples,
-        FleetPlan("toy", "toy", rounds=rounds, eval_every=every, figures=FIGURES, **plan),
+        FleetPlan("toy", "toy", updates=updates, eval_every=every, figures=FIGURES, **plan),
     )
 
 

@@ -26,7 +26,7 @@ from polytempo.nodes.star import Hello, Scores, Swapped, Upload
 
 Code = grpc.StatusCode
 HELLO = Hello(1, "toy", "toy", 10, 5)
-ENDLESS = {"rounds": 1_000_000, "every": 1_000_000}
+ENDLESS = {"updates": 1_000_000, "every": 1_000_000}
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_what_is_not_in_the_protocol_ends_the_stream(fleet, raw, found, code, wh
 
 
 def test_a_repeated_update_is_acknowledged_again_and_folded_once(fleet, raw):
-    server = fleet.serve(make_node(clients=1, rounds=100, every=100))
+    server = fleet.serve(make_node(clients=1, updates=100, every=100))
     client = raw(server.address, fleet.files["a"]).say(*frames(HELLO))
     said = [client.hear().WhichOneof("said") for _ in range(3)]
     assert said == ["welcome", "work", "chunk"]
@@ -248,17 +248,17 @@ def test_a_repeated_update_is_acknowledged_again_and_folded_once(fleet, raw):
     while len([frame for frame in heard if frame.WhichOneof("said") == "acknowledge"]) < 3:
         heard.append(client.hear())
     work = [frame.work.number for frame in heard if frame.WhichOneof("said") == "work"]
-    assert work == [1] and server.node.round == 1
+    assert work == [1] and server.node.updates == 1
 
 
 def test_an_update_that_was_never_asked_for_is_declined(fleet, raw):
-    server = fleet.serve(make_node(clients=1, rounds=100, every=100))
+    server = fleet.serve(make_node(clients=1, updates=100, every=100))
     client = raw(server.address, fleet.files["a"]).say(*frames(HELLO))
     client.say(*frames(Upload(77, torch.ones(12), 10)))
     heard = [client.hear() for _ in range(4)]
     (decline,) = [frame.decline for frame in heard if frame.WhichOneof("said") == "decline"]
     assert decline.number == 77 and "never sent" in decline.reason
-    assert server.node.round == 0
+    assert server.node.updates == 0
 
 
 def test_who_never_says_hello_is_cut_off(fleet, raw):

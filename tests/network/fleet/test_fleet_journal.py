@@ -213,13 +213,13 @@ def drive(store, node, records):
                 store.report(action.event)
 
 
-def some_records(rounds=6):
+def some_records(updates=6):
     """Two clients of a node, and what they do."""
-    node = make_node(clients=2, rounds=100)
+    node = make_node(clients=2, updates=100)
     records = [Started(0.0, 100), Enrolled(0.1, "a", 5, 2), Enrolled(0.2, "b", 5, 2)]
     for record in records:
         node.apply(record)
-    for number in range(rounds):
+    for number in range(updates):
         client = min(node.outstanding, key=lambda client: node.outstanding[client].number)
         upload = Upload(node.outstanding[client].number, torch.full((12,), number + 0.5), 5)
         records.append(Offered(1.0 + number, node.roster[client], upload))
@@ -230,7 +230,7 @@ def some_records(rounds=6):
 @pytest.mark.parametrize("after", [0, 1, 4, 9])
 def test_state_is_checkpoint_plus_journal_bit_for_bit(tmp_path, after):
     records, expected = some_records()
-    store, node = Store(tmp_path), make_node(clients=2, rounds=100)
+    store, node = Store(tmp_path), make_node(clients=2, updates=100)
     store.open(node)
     drive(store, node, records[:after])
     store.checkpoint(node)
@@ -239,7 +239,7 @@ def test_state_is_checkpoint_plus_journal_bit_for_bit(tmp_path, after):
     lines = (tmp_path / "events.jsonl").read_text()
     store.close()  # nothing is saved by that: as if it had been killed
     for _ in range(2):
-        again, found = Store(tmp_path), make_node(clients=2, rounds=100)
+        again, found = Store(tmp_path), make_node(clients=2, updates=100)
         again.open(found)
         assert same(found.state_dict(), expected.state_dict())
         again.flush()
@@ -252,7 +252,7 @@ def test_state_is_checkpoint_plus_journal_bit_for_bit(tmp_path, after):
 
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path):
     records, expected = some_records()
-    store, node = Store(tmp_path, keep=False), make_node(clients=2, rounds=100)
+    store, node = Store(tmp_path, keep=False), make_node(clients=2, updates=100)
     store.open(node)
     for begin in range(0, 9, 3):
         drive(store, node, records[begin : begin + 3])
@@ -264,18 +264,18 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path):
     data = bytearray(checkpoints[-1].read_bytes())
     data[len(data) // 2] ^= 4
     checkpoints[-1].write_bytes(data)
-    again, found = Store(tmp_path), make_node(clients=2, rounds=100)
+    again, found = Store(tmp_path), make_node(clients=2, updates=100)
     again.open(found)
     assert same(found.state_dict(), expected.state_dict())
     again.close()
     checkpoints[0].unlink()
     with pytest.raises(PolytempoError, match=r"no checkpoint in .* is as it was written"):
-        Store(tmp_path).open(make_node(clients=2, rounds=100))
+        Store(tmp_path).open(make_node(clients=2, updates=100))
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_changes_nothing(tmp_path, monkeypatch):
     records, expected = some_records()
-    store, node = Store(tmp_path), make_node(clients=2, rounds=100)
+    store, node = Store(tmp_path), make_node(clients=2, updates=100)
     store.open(node)
     drive(store, node, records)
     with monkeypatch.context() as patch:
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_changes_nothing(tmp_path, mo
         with pytest.raises(PolytempoError, match="No space left"):
             store.checkpoint(node)
     store.close()
-    again, found = Store(tmp_path), make_node(clients=2, rounds=100)
+    again, found = Store(tmp_path), make_node(clients=2, updates=100)
     again.open(found)
     assert same(found.state_dict(), expected.state_dict())
     again.close()
@@ -340,8 +340,8 @@ class Stops:
 def test_a_crash_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path, monkeypatch, keep):
     """The server goes on meanwhile; at each moment its folder is copied, as a crash would leave it,
     and from each copy it resumes where it stood."""
-    records, _ = some_records(rounds=60)
-    store, node = Store(tmp_path / "s", keep=keep, every=0.0), make_node(clients=2, rounds=100)
+    records, _ = some_records(updates=60)
+    store, node = Store(tmp_path / "s", keep=keep, every=0.0), make_node(clients=2, updates=100)
     monkeypatch.setattr(store_module, "SHARE", math.inf)
     store.open(node)
     done, left, images = 0, iter(records), []
@@ -365,9 +365,9 @@ def test_a_crash_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path, monkeypat
     store.close()
     moments = {where for where, *_ in images}
     assert {"half of a file", "after replace", "after sync", "before unlink"} <= moments, moments
-    newest, expected, reached = set(), make_node(clients=2, rounds=100), 0
+    newest, expected, reached = set(), make_node(clients=2, updates=100), 0
     for where, count, folder in images:
-        again, found = Store(folder), make_node(clients=2, rounds=100)
+        again, found = Store(folder), make_node(clients=2, updates=100)
         again.open(found)
         for record in records[reached:count]:
             expected.apply(record)
@@ -381,8 +381,8 @@ def test_a_crash_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path, monkeypat
 
 
 def test_one_checkpoint_at_a_time_from_the_state_as_it_was(tmp_path, monkeypatch):
-    records, _ = some_records(rounds=20)
-    store, node = Store(tmp_path, every=0.0), make_node(clients=2, rounds=100)
+    records, _ = some_records(updates=20)
+    store, node = Store(tmp_path, every=0.0), make_node(clients=2, updates=100)
     monkeypatch.setattr(store_module, "SHARE", math.inf)
     store.open(node)
     drive(store, node, records[:6])
@@ -414,7 +414,7 @@ def test_a_checkpoint_that_fails_in_its_thread_stops_the_server_and_loses_nothin
     tmp_path, monkeypatch
 ):
     records, expected = some_records()
-    store, node = Store(tmp_path, every=0.0), make_node(clients=2, rounds=100)
+    store, node = Store(tmp_path, every=0.0), make_node(clients=2, updates=100)
     monkeypatch.setattr(store_module, "SHARE", math.inf)
     store.open(node)
     with monkeypatch.context() as patch:
@@ -429,7 +429,7 @@ def test_a_checkpoint_that_fails_in_its_thread_stops_the_server_and_loses_nothin
         with pytest.raises(PolytempoError, match="No space left"):
             until(lambda: store.checkpoint_if_due(node))
     store.close()
-    again, found = Store(tmp_path), make_node(clients=2, rounds=100)
+    again, found = Store(tmp_path), make_node(clients=2, updates=100)
     again.open(found)
     assert same(found.state_dict(), expected.state_dict())
     again.close()
@@ -445,17 +445,17 @@ def test_two_servers_cannot_share_a_folder(tmp_path):
 
 def test_a_record_that_failed_is_left_out_of_every_replay(tmp_path):
     records, _ = some_records()
-    store, node = Store(tmp_path), make_node(clients=2, rounds=100)
+    store, node = Store(tmp_path), make_node(clients=2, updates=100)
     store.open(node)
     drive(store, node, records[:-1])
-    expected = make_node(clients=2, rounds=100)
+    expected = make_node(clients=2, updates=100)
     for record in records[:-1]:
         expected.apply(record)
     (number,) = store.append([records[-1]])
     store.skip(node, number, "it failed")
     assert same(node.state_dict(), expected.state_dict())
     store.close()
-    again, found = Store(tmp_path), make_node(clients=2, rounds=100)
+    again, found = Store(tmp_path), make_node(clients=2, updates=100)
     again.open(found)
     assert same(found.state_dict(), expected.state_dict())
     again.close()
@@ -464,14 +464,14 @@ def test_a_record_that_failed_is_left_out_of_every_replay(tmp_path):
 
 def test_a_crash_between_a_failure_and_its_mark_is_made_up_for(tmp_path):
     records, _ = some_records()
-    store, node = Store(tmp_path), make_node(clients=2, rounds=100)
+    store, node = Store(tmp_path), make_node(clients=2, updates=100)
     store.open(node)
     drive(store, node, records[:5])
     store.append(records[5:6])  # killed here
     store.close()
 
     def failing():
-        found = make_node(clients=2, rounds=100)
+        found = make_node(clients=2, updates=100)
         fold = found.server.strategy.fold
 
         def fold_or_fail(update, staleness):
@@ -485,7 +485,7 @@ def test_a_crash_between_a_failure_and_its_mark_is_made_up_for(tmp_path):
     for _ in range(2):
         again, found = Store(tmp_path), failing()
         again.open(found)
-        assert found.round == 2
+        assert found.updates == 2
         again.close()
     assert sum(1 for path in Path(tmp_path / "journal").glob("*.log")) == 1
     assert len([*history(tmp_path)]) == 5

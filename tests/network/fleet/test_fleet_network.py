@@ -45,25 +45,25 @@ def said(client, event):
 
 
 def test_a_run_from_the_first_hello_to_the_last_exam(fleet):
-    server = fleet.serve(make_node(clients=3, rounds=12))
+    server = fleet.serve(make_node(clients=3, updates=12))
     clients = [fleet.client(name) for name in NAMES]
     assert server.running.wait() is True
     assert [client.running.wait() for client in clients] == ["the run is over"] * 3
     node = server.node
-    assert node.round == 12 and len(node.exams) == 3 and len(node.exams[-1].handed) == 3
+    assert node.updates == 12 and len(node.exams) == 3 and len(node.exams[-1].handed) == 3
     assert all(client.trainer.kept for client in clients)
     assert sum(client.node.acknowledged for client in clients) == 12
     assert [event.n for event in server.events] == list(range(node.events))
-    assert same(replayed(fleet, clients=3, rounds=12).state_dict(), node.state_dict())
+    assert same(replayed(fleet, clients=3, updates=12).state_dict(), node.state_dict())
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbuff", "pace", "port", "ace", "ca2fl"])
 def test_strategies_run_as_they_are(fleet, strategy):
-    server = fleet.serve(make_node(strategy, clients=3, rounds=9, slots=3))
+    server = fleet.serve(make_node(strategy, clients=3, updates=9, concurrency=3))
     clients = [fleet.client(name, ToyTrainer(k)) for k, name in enumerate(NAMES)]
     assert server.running.wait() is True
     assert [client.running.wait() for client in clients] == ["the run is over"] * 3
-    found = replayed(fleet, strategy=strategy, clients=3, rounds=9, slots=3)
+    found = replayed(fleet, strategy=strategy, clients=3, updates=9, concurrency=3)
     assert same(found.state_dict(), server.node.state_dict())
 
 
@@ -83,7 +83,7 @@ class SlowStore(Store):
 def test_an_update_is_acknowledged_only_when_it_is_on_disk(fleet):
     store = SlowStore(fleet.folder / "server")
     store.begun, store.done = [], []
-    server = fleet.serve(make_node(clients=1, rounds=1), store=store)
+    server = fleet.serve(make_node(clients=1, updates=1), store=store)
     client = fleet.client("a")
     until(lambda: store.begun)
     assert not said(client, "acknowledged")
@@ -95,21 +95,21 @@ def test_an_update_is_acknowledged_only_when_it_is_on_disk(fleet):
 def test_a_server_that_was_killed_goes_on_as_if_nothing_had_happened(fleet):
     """Killed: its threads end without a checkpoint, as in `abandon` below. The clients are
     connected all the time."""
-    options = {"clients": 3, "rounds": 24}
+    options = {"clients": 3, "updates": 24}
     clients, address = [], "127.0.0.1:0"
     for life in range(3):
         server = fleet.serve(make_node(**options), listen=address)
         address = server.address
         clients = clients or [fleet.client(name, ToyTrainer(seconds=0.002)) for name in NAMES]
         if life < 2:
-            until(lambda server=server, life=life: server.node.round >= 8 * (life + 1))
+            until(lambda server=server, life=life: server.node.updates >= 8 * (life + 1))
             abandon(server)
     assert server.running.wait() is True
     assert [client.running.wait() for client in clients] == ["the run is over"] * 3
     assert same(replayed(fleet, **options).state_dict(), server.node.state_dict())
     records = [*history(fleet.folder / "server")]
     assert sum(isinstance(record, Started) for record in records) == 3
-    assert sum(client.node.acknowledged for client in clients) == server.node.round == 24
+    assert sum(client.node.acknowledged for client in clients) == server.node.updates == 24
 
 
 def abandon(server):
@@ -125,7 +125,7 @@ def abandon(server):
 
 def test_a_client_offers_again_what_was_never_acknowledged(fleet):
     """Its first server is killed after the update came, and before it was on disk."""
-    options = {"clients": 1, "rounds": 2}
+    options = {"clients": 1, "updates": 2}
 
     class Lost(Store):
         def append(self, records):
@@ -148,10 +148,10 @@ def test_a_client_offers_again_what_was_never_acknowledged(fleet):
 
 
 def test_a_full_disk_stops_the_server_with_nothing_lost(fleet, monkeypatch):
-    options = {"clients": 2, "rounds": 20}
+    options = {"clients": 2, "updates": 20}
     server = fleet.serve(make_node(**options))
     clients = [fleet.client(name, ToyTrainer(seconds=0.001)) for name in NAMES[:2]]
-    until(lambda: server.node.round > 4)
+    until(lambda: server.node.updates > 4)
 
     def full(file, parts):
         file.write(b"some of it")
@@ -162,7 +162,7 @@ def test_a_full_disk_stops_the_server_with_nothing_lost(fleet, monkeypatch):
         with pytest.raises(PolytempoError, match=r"No space left.*intact: free some space"):
             server.running.wait()
     again = fleet.serve(make_node(**options), listen=server.address)
-    assert again.node.round == server.node.round
+    assert again.node.updates == server.node.updates
     assert again.running.wait() is True
     for client in clients:
         client.running.wait()
@@ -171,7 +171,7 @@ def test_a_full_disk_stops_the_server_with_nothing_lost(fleet, monkeypatch):
 
 
 def test_a_client_that_was_killed_offers_what_it_had_saved(fleet):
-    server = fleet.serve(make_node(clients=1, rounds=3))
+    server = fleet.serve(make_node(clients=1, updates=3))
     client = fleet.client("a", ToyTrainer(seconds=0.01))
     say, held = client._act, threading.Event()
 
@@ -186,7 +186,7 @@ def test_a_client_that_was_killed_offers_what_it_had_saved(fleet):
 
     client._act = act
     assert client.running.wait() is None and held.is_set()
-    assert server.node.round == 0
+    assert server.node.updates == 0
     again = fleet.client("a")
     assert server.running.wait() and again.running.wait()
     assert 0 not in [number for _, number in again.trainer.begun], "it was not trained again"
@@ -198,7 +198,7 @@ def test_a_client_that_was_killed_offers_what_it_had_saved(fleet):
 
 def test_a_multicast_reaches_a_client_in_training_between_two_steps(fleet):
     """PACE refreshes clients in training; one of them is slow."""
-    server = fleet.serve(make_node("pace:omega=16", clients=3, rounds=60, slots=3, steps=50))
+    server = fleet.serve(make_node("pace:omega=16", clients=3, updates=60, concurrency=3, steps=50))
     slow = fleet.client("a", ToyTrainer(seconds=0.02))
     others = [fleet.client(name, ToyTrainer(seconds=0.001)) for name in NAMES[1:]]
     assert server.running.wait() is True
@@ -213,7 +213,9 @@ def test_a_multicast_reaches_a_client_in_training_between_two_steps(fleet):
 
 def test_an_urgent_request_ends_a_training_early(fleet):
     """PORT hurries clients whose staleness reaches its bound."""
-    server = fleet.serve(make_node("port:bound=2", clients=3, rounds=20, slots=3, steps=2000))
+    server = fleet.serve(
+        make_node("port:bound=2", clients=3, updates=20, concurrency=3, steps=2000)
+    )
     slow = fleet.client("a", ToyTrainer(seconds=0.01))
     fast = [fleet.client(name, Shorter(40)) for name in NAMES[1:]]
     assert server.running.wait() is True
@@ -242,7 +244,7 @@ class Shorter(ToyTrainer):
 
 def test_an_update_that_the_strategy_fails_on_is_left_out_and_the_run_goes_on(fleet):
     def node():
-        found = make_node(clients=2, rounds=8)
+        found = make_node(clients=2, updates=8)
         fold = found.server.strategy.fold
 
         def fold_or_fail(update, staleness):
@@ -263,17 +265,17 @@ def test_an_update_that_the_strategy_fails_on_is_left_out_and_the_run_goes_on(fl
     assert any("a bug" in reason for reason in reasons)
     assert server.counts["left out"] == 1
     assert bool(server.node.server.strategy.model_for(0).isfinite().all())
-    found = make_node(clients=2, rounds=8)
+    found = make_node(clients=2, updates=8)
     for record in history(fleet.folder / "server"):
         found.apply(record)
     assert same(found.state_dict(), server.node.state_dict())
 
 
 def test_metrics_tell_how_it_goes(fleet):
-    server = fleet.serve(make_node(clients=1, rounds=10_000))
+    server = fleet.serve(make_node(clients=1, updates=10_000))
     metrics = MetricsServer(server)
     fleet.client("a")
-    until(lambda: server.figures.get("rounds", 0) > 3)
+    until(lambda: server.figures.get("updates", 0) > 3)
     text = fetch(metrics, "/metrics")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["polytempo_rounds_total"]) > 3
@@ -297,7 +299,7 @@ def fetch(metrics, path):
 
 
 def test_a_run_begins_when_those_are_there_that_it_waits_for(fleet):
-    options = {"clients": 3, "rounds": 9, "wait_for": 3}
+    options = {"clients": 3, "updates": 9, "wait_for": 3}
     server = fleet.serve(make_node(**options))
     first = [fleet.client(name) for name in NAMES[:2]]
     until(lambda: len(server.node.server.members) == 2)
@@ -323,19 +325,19 @@ def test_a_server_takes_updates_while_it_writes_a_checkpoint(fleet, monkeypatch)
 
     monkeypatch.setattr(storage, "save_file", wait_and_save)
     store = Store(fleet.folder / "server", every=0.0)
-    server = fleet.serve(make_node(clients=3, rounds=30), store=store)
+    server = fleet.serve(make_node(clients=3, updates=30), store=store)
     clients = [fleet.client(name) for name in NAMES]
     assert begun.wait(60)
     until(lambda: server.node.closed)  # it waits for the disk only when all is done
     go.set()
     assert server.running.wait() is True
     assert [client.running.wait() for client in clients] == ["the run is over"] * 3
-    assert same(replayed(fleet, clients=3, rounds=30).state_dict(), server.node.state_dict())
+    assert same(replayed(fleet, clients=3, updates=30).state_dict(), server.node.state_dict())
 
 
 def test_a_client_gives_up_after_a_while_without_a_server(fleet):
     """It has missed the end of the run; nobody will tell it."""
-    server = fleet.serve(make_node(clients=3, rounds=3))
+    server = fleet.serve(make_node(clients=3, updates=3))
     there = fleet.client("a")
     assert server.running.wait() is True
     assert there.running.wait() == "the run is over"
@@ -346,7 +348,7 @@ def test_a_client_gives_up_after_a_while_without_a_server(fleet):
 
 
 def test_a_client_finishes_and_keeps_what_it_trains_before_it_gives_up(fleet):
-    server = fleet.serve(make_node(clients=3, rounds=3))
+    server = fleet.serve(make_node(clients=3, updates=3))
     client = fleet.client("a", ToyTrainer(seconds=0.05), give_up_after=0.05)
     until(lambda: client.trainer.begun)
     server.running.stop()
@@ -357,7 +359,7 @@ def test_a_client_finishes_and_keeps_what_it_trains_before_it_gives_up(fleet):
 
 
 def test_a_server_that_is_full_says_so(fleet):
-    server = fleet.serve(make_node(clients=3, rounds=10**6), limits=limits_of({"connections": 1}))
+    server = fleet.serve(make_node(clients=3, updates=10**6), limits=limits_of({"connections": 1}))
     fleet.client("a", ToyTrainer(seconds=0.01))
     until(lambda: server.node.here == {"a"})
     other = fleet.client("b")
@@ -367,15 +369,15 @@ def test_a_server_that_is_full_says_so(fleet):
 
 
 def test_an_interrupted_fleet_goes_on_with_the_same_command(fleet):
-    options = {"clients": 2, "rounds": 30}
+    options = {"clients": 2, "updates": 30}
     server = fleet.serve(make_node(**options))
     clients = [fleet.client(name, ToyTrainer(seconds=0.002)) for name in NAMES[:2]]
-    until(lambda: server.node.round > 5)
+    until(lambda: server.node.updates > 5)
     assert clients[0].running.stop() is None
     assert server.running.stop() is False
     assert clients[1].running.stop() is None
     again = fleet.serve(make_node(**options))
-    assert again.node.round >= server.node.round > 5
+    assert again.node.updates >= server.node.updates > 5
     more = [fleet.client(name) for name in NAMES[:2]]
     assert again.running.wait() is True
     for client in more:
@@ -384,13 +386,13 @@ def test_an_interrupted_fleet_goes_on_with_the_same_command(fleet):
 
 
 def test_a_folder_belongs_to_one_run(fleet, tmp_path):
-    server = fleet.serve(make_node(clients=2, rounds=2))
+    server = fleet.serve(make_node(clients=2, updates=2))
     client = fleet.client("a")
     assert server.running.wait() and client.running.wait()
     other = Fleet(tmp_path / "other", secure=False)
     other.files, other.folder = fleet.files, tmp_path / "other"
     try:
-        other.serve(make_node(clients=2, rounds=2))
+        other.serve(make_node(clients=2, updates=2))
         client = fleet.client("a", address=other.address)
         with pytest.raises(PolytempoError, match="belongs to run"):
             client.running.wait()

@@ -15,7 +15,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.network.fleet.security import check_address
 from polytempo.network.fleet.server import FleetServer
 
-BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000)  # of staleness, in rounds
+BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000)  # of staleness, in updates
 STALLED = 30.0  # seconds without a look at the node: something is wrong
 Sample = tuple[Mapping[str, str], float]
 
@@ -32,8 +32,8 @@ def text(server: FleetServer) -> str:
 def _lines(server: FleetServer) -> Iterator[str]:
     figures, streams, counts = server.figures, server.streams, server.counts
     for name, kind, what, key in (
-        ("rounds_total", "counter", "Updates folded in.", "rounds"),
-        ("rounds_planned", "gauge", "Updates after which the run is over.", "rounds_planned"),
+        ("updates_total", "counter", "Updates folded in.", "updates"),
+        ("updates_planned", "gauge", "Updates after which the run is over.", "updates_planned"),
         ("versions_total", "counter", "Times that the served models have changed.", "versions"),
         ("clients", "gauge", "Clients that have enrolled.", "clients"),
         ("members", "gauge", "Clients that take part now.", "members"),
@@ -108,8 +108,8 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def _staleness(counts: Mapping[int, int]) -> Iterator[str]:
-    name = "polytempo_staleness_rounds"
-    yield f"# HELP {name} Staleness of the updates that were folded in, in rounds."
+    name = "polytempo_staleness_updates"
+    yield f"# HELP {name} Staleness of the updates folded in: how many came in between."
     yield f"# TYPE {name} histogram"
     for bound in BOUNDS:
         yield f'{name}_bucket{{le="{bound}"}} {sum(n for s, n in counts.items() if s <= bound)}'

@@ -256,8 +256,8 @@ class FleetServer:
         """What metrics show, taken while the node stands still."""
         node, server = self.node, self.node.server
         return {
-            "rounds": node.round,
-            "rounds_planned": node.rounds,
+            "updates": node.updates,
+            "updates_planned": node.planned,
             "versions": server.version,
             "clients": len(node.names),
             "members": len(server.members),

@@ -104,7 +104,7 @@ const look_of = (key) => {
 function list() {
   const box = $(document, "#list"), keys = picked();
   const wanted = [...runs.values()].map((run) => {
-    const part = run.planned ? `${Math.round((100 * run.round) / run.planned)}%` : `${run.round}`;
+    const part = run.planned ? `${Math.round((100 * run.updates) / run.planned)}%` : `${run.updates}`;
     return { ...run, means: $(document, "#seeds").checked, text: run.status === "running" ? part : run.status, on: keys.includes(run.key) };
   });
   const stamp = JSON.stringify(wanted);
@@ -192,7 +192,7 @@ function drawCurves(shown) {
   const clock = shown.every((run) => run.deployed) ? "time (s)" : "simulated time (s)";
   plot(place, traces, {
     hovermode: "x unified", showlegend: shown.length > 1, uirevision: x + y + close,
-    xaxis: { title: { text: { time: clock, round: "updates", messages: "models sent" }[x] }, rangemode: "tozero" },
+    xaxis: { title: { text: { time: clock, updates: "updates", messages: "models sent" }[x] }, rangemode: "tozero" },
     yaxis: { tickformat: share ? ".2~%" : "", ...closeUp(traces) },
   });
   const others = [...new Set(shown.map((run) => run.metric.name))];
@@ -273,9 +273,9 @@ function drawRun(view, run) {
   const status = $(view, ".status");
   status.textContent = run.status || "not known";
   status.className = `status ${run.status}`;
-  const done = run.planned ? Math.min(1, run.round / run.planned) : 0;
+  const done = run.planned ? Math.min(1, run.updates / run.planned) : 0;
   $(view, ".progress div").style.width = `${100 * done}%`;
-  const figures = { updates: `${run.round.toLocaleString()}${run.planned ? ` / ${run.planned.toLocaleString()}` : ""}`, ...run.figures };
+  const figures = { updates: `${run.updates.toLocaleString()}${run.planned ? ` / ${run.planned.toLocaleString()}` : ""}`, ...run.figures };
   $(view, ".figures").replaceChildren(...Object.entries(figures).map(([name, value]) => {
     const box = document.createElement("div"), term = document.createElement("dt");
     const given = document.createElement("dd");
@@ -504,7 +504,7 @@ async function drawMatrix(view, run, which, byHand = false) {
   }
   if (card.dataset.stamp !== stamp) return; // the slider was moved on meanwhile
   if (!given) { card.hidden = true; return; }
-  $(card, "output").textContent = given.round === null ? "" : `${given.round.toLocaleString()} updates`;
+  $(card, "output").textContent = given.updates === null ? "" : `${given.updates.toLocaleString()} updates`;
   const names = given.clients.map(String);
   const flat = given.cells.flat().filter((value) => value !== null).sort((a, b) => a - b);
   const top = flat[Math.floor(0.99 * (flat.length - 1))] ?? 1, low = which === "graph" ? Math.min(0, flat[0] ?? 0) : flat[0] ?? 0;
@@ -526,7 +526,7 @@ function drawClusters(view, run) {
   const code = new Map(largest.map((cluster, k) => [cluster, k])), others = CLUSTERS.length;
   const z = given.cells.map((row) => row.map((cell) => cell < 0 ? null : code.get(cell) ?? others));
   const colours = [...CLUSTERS, "#c3c9d0"], scale = colours.flatMap((c, k) => [[k / colours.length, c], [(k + 1) / colours.length, c]]);
-  plot($(card, ".plot"), [{ type: "heatmap", z, x: z[0].map((_, k) => (given.rounds * (k + 1)) / z[0].length), zmin: -0.5, zmax: others + 0.5,
+  plot($(card, ".plot"), [{ type: "heatmap", z, x: z[0].map((_, k) => (given.updates * (k + 1)) / z[0].length), zmin: -0.5, zmax: others + 0.5,
     colorscale: scale, showscale: false, customdata: given.cells.map((row, i) => row.map((cell) => `client ${given.clients[i]}: ${cell < 0 ? "no cluster" : `cluster ${cell}`}`)),
     hovertemplate: "%{customdata}<extra></extra>" }],
     { xaxis: { title: { text: "updates" }, showgrid: false }, yaxis: { tickvals: z.length <= 24 ? z.map((_, k) => k) : [], ticktext: given.clients.map(String), autorange: "reversed", showgrid: false, title: { text: "client" } } });
@@ -538,7 +538,7 @@ function drawDiagnosis(view, run) {
   card.hidden = !given;
   if (!given) return;
   const names = { noise: "sampling noise", bias: "participation bias", delay: "delay", gradient: "gradient" };
-  plot($(card, ".plot"), Object.entries(names).map(([key, name], k) => ({ x: given.round, y: given[key].map((v) => v > 0 ? v : null), name, mode: "lines",
+  plot($(card, ".plot"), Object.entries(names).map(([key, name], k) => ({ x: given.updates, y: given[key].map((v) => v > 0 ? v : null), name, mode: "lines",
     line: { color: key === "gradient" ? css("--quiet") : PALETTE[k], dash: key === "gradient" ? "dash" : "solid", width: 2 } })),
     { hovermode: "x unified", xaxis: { title: { text: "updates" } }, yaxis: { type: "log", title: { text: "squared length" }, exponentformat: "power" } });
 }
