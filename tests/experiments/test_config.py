@@ -151,6 +151,9 @@ def test_parts_are_lists_of_names():
     [
         ({"backend": "batched"}, "backend batched is now a solver: use --solver native, or auto"),
         ({"solver": "dense"}, "solver dense is now a part of native: use --solver native, or auto"),
+        ({"rounds": 400}, "rounds is now called updates"),
+        ({"slots": 4}, "slots is now called concurrency"),
+        ({"cohort": 4}, "cohort is now called concurrency"),
     ],
 )
 def test_who_asks_for_what_has_gone_is_told_what_there_is(old, said):
@@ -249,13 +252,20 @@ def test_a_configuration_survives_its_file(table, tmp_path):
     assert make_config(read_config(tmp_path / "config.toml")) == config
 
 
+def test_an_infinite_option_survives_its_file(tmp_path):
+    config = make_config({"strategy": "pace:omega=inf"})
+    write_config(tmp_path / "config.toml", config)
+    assert make_config(read_config(tmp_path / "config.toml")) == config
+    assert config.settings()["strategy"]["omega"] == float("inf")
+
+
 # -- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("key", "near"),
     [
-        ("updates", "updates"),
+        ("update", "updates"),
         ("batchsize", "batch_size"),
         ("eval-evry", "eval_every"),
         ("sed", "seed"),
@@ -281,6 +291,13 @@ def test_an_unknown_option_names_the_nearest(command, key, near, polytempo):
     assert key in outcome.err
     assert near in outcome.err.replace(key + " ", "")
     assert outcome.out == ""
+
+
+@pytest.mark.parametrize(("old", "new"), [("--rounds", "--updates"), ("--slots", "--concurrency")])
+def test_an_option_that_has_another_name_now_says_which(old, new, polytempo):
+    outcome = polytempo("run", old, 3)
+    assert outcome.code == 2
+    assert f"{old} is now called {new}" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -356,7 +373,7 @@ def test_a_value_out_of_range_is_one_line(name, value, polytempo, tmp_path, monk
     ("content", "why"),
     [
         (b"updates = \n", "line 1"),
-        (b"updates = 3\nrounds = 4\n", "line 2"),
+        (b"updates = 3\nupdates = 4\n", "line 2"),
         (b"[strategy\n", "line 1"),
         (b"\xff\xfe\x00", "utf-8"),
     ],

@@ -67,7 +67,12 @@ class Ends(TypedDict, total=False):
 class RunConfig(BaseModel):
     """All settings of a run. A choice with options is written `name:key=value,key=value`."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        ser_json_inf_nan="constants",  # an option may be infinite; TOML can say so
+    )
 
     strategy: Spec = Field("pace", description="the algorithm; see `polytempo strategies`")
     data: str = Field(
