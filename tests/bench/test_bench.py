@@ -136,7 +136,7 @@ def test_the_command_prints_tables_and_writes_json(monkeypatch, tmp_path):
     [books] = found["bookkeeping"]
     assert (books["clients"], books["concurrency"], books["arrivals"]) == (50, 5, 30)
     assert 0 < books["arrival_us"] <= books["slowest_us"] and books["peak_mb"] >= 0
-    assert "50 clients, 5 concurrency" in done.output
+    assert "50 clients, concurrency 5" in done.output
     assert found["training"] == [] and found["machine"]["gemm_gflops"] > 0
 
 

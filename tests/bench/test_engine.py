@@ -102,7 +102,7 @@ def test_the_command_shows_both(monkeypatch, tmp_path):
     file = tmp_path / "bench.json"
     done = CliRunner().invoke(app, ["bench", "engine", "--repeats", "1", "--out", str(file)])
     assert done.exit_code == 0, done.output
-    assert "bookkeeping" in done.output and "1,200 clients, 20 concurrency" in done.output
+    assert "bookkeeping" in done.output and "1,200 clients, concurrency 20" in done.output
     found = json.loads(file.read_text())
     assert [row["strategy"] for row in found["engine"]] == ["fedasync", "fedbuff", "pace"]
     assert [row["strategy"] for row in found["crowd"]] == ["fedasync", "fedbuff"]

@@ -113,7 +113,7 @@ def test_a_comparison_writes_results_plots_and_report(compared):
     folder = compared[0]
     results = json.loads((folder / "results.json").read_text())
     assert results == [*summaries(folder, "pace"), *summaries(folder, "fedavg")]
-    for name in ("accuracy_time.png", "accuracy_rounds.png", "accuracy_messages.png"):
+    for name in ("accuracy_time.png", "accuracy_updates.png", "accuracy_messages.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     text = (folder / "report.html").read_text()
     assert text.count("data:image/png;base64,") == 4

@@ -15,7 +15,7 @@ from polytempo.simulation import each_client
 
 COLUMNS = [
     *("client", "name", "group", "samples", "tested", "slowdown", "seconds", "updates"),
-    *("staleness", "updates", "accuracy", "accuracy_adapted"),
+    *("staleness", "evaluated_at", "accuracy", "accuracy_adapted"),
 ]
 TINY = {"model": "linear", "epochs": 1, "adapt_epochs": 1, "updates": 30, "solver": "torch"}
 
@@ -70,12 +70,12 @@ def test_the_table_agrees_with_the_events_and_the_history(folder):
 
 def test_the_history_of_clients_has_every_evaluation(folder):
     rows, history = table(folder / "clients_history.csv"), table(folder / "history.csv")
-    by_round = defaultdict(list)
+    by_updates = defaultdict(list)
     for row in rows:
-        by_round[row["updates"]].append(float(row["accuracy"]))
-    assert list(by_round) == [row["updates"] for row in history]
+        by_updates[row["updates"]].append(float(row["accuracy"]))
+    assert list(by_updates) == [row["updates"] for row in history]
     for row in history:
-        assert np.mean(by_round[row["updates"]]) == pytest.approx(float(row["accuracy"]))
+        assert np.mean(by_updates[row["updates"]]) == pytest.approx(float(row["accuracy"]))
     assert [bool(row["accuracy_adapted"]) for row in rows] == [False] * 18 + [True] * 6
 
 

@@ -180,7 +180,7 @@ def test_the_folder_of_a_server_holds_what_a_run_leaves(tmp_path):
     assert {row["name"] for row in rows} == {f"client-{number}" for number in range(4)}
     assert list(rows[0]) == [
         *("client", "name", "group", "samples", "tested", "slowdown", "seconds", "updates"),
-        *("staleness", "updates", "accuracy", "accuracy_adapted"),
+        *("staleness", "evaluated_at", "accuracy", "accuracy_adapted"),
     ]
     assert sum(int(row["updates"]) for row in rows) == outcome.result.arrivals
     total = sum(int(row["updates"]) * float(row["staleness"] or 0) for row in rows)

@@ -23,11 +23,11 @@ from polytempo.models import MODELS
 from polytempo.models.pretrained import path_of
 
 PACKAGE = Path(polytempo.__file__).parent
-TABLES = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4"]  # of PACE
+PACE = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4", "why"]
 ACE = ["fig2", "fig3", "figa2", "figa3", "table2", "tablea2", "uploads"]
 CASA = ["fig10", "fig5", "fig6", "fig7", "fig8", "fig9", "table1", "table2"]
 P2P = ["along", "fastslow", "table1"]
-PAPERS = {"ace": ACE, "casa": CASA, "p2p": P2P, "pace": TABLES}
+PAPERS = {"ace": ACE, "casa": CASA, "p2p": P2P, "pace": PACE}
 ALL = [f"{paper}/{name}" for paper, names in PAPERS.items() for name in names]
 
 SPLITS = ("even", "c2")
@@ -188,7 +188,7 @@ def test_every_run_can_have_another_length(name, quick):
         assert experiment.config(row, column, 0, quick).updates == 70
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", PACE)
 def test_every_table_has_standalone_and_figures_of_rows_and_columns_that_exist(name):
     experiment = load_experiment(f"pace/{name}")
     assert experiment.rows[0] == "standalone"
@@ -954,7 +954,7 @@ def test_curves_over_steps_and_uploads_and_a_map_are_drawn(grid, polytempo, monk
     monkeypatch.setattr(result, "can_plot", lambda: True)
     polytempo("reproduce", "tiny/table9", *grid)
     folder = grid[1] / "tiny/table9/digits"
-    drawn = ["accuracy_even_rounds", "accuracy_even_versions", "map"]
+    drawn = ["accuracy_even_updates", "accuracy_even_versions", "map"]
     assert sorted(path.stem for path in folder.glob("*.png")) == drawn
     assert (folder / "report.html").read_text().count("data:image/png;base64,") == 3
     assert all(f"]({stem}.png)" in (folder / "table.md").read_text() for stem in drawn)
@@ -987,7 +987,7 @@ def test_another_length_has_its_own_folder_and_as_many_evaluations(paper, polyte
     outcome = polytempo("reproduce", "tiny/fig1", "--only", "pace", "--updates", 24, *paper)
     assert outcome.code == 0
     assert not (paper[1] / "tiny").exists()
-    folder = paper[1] / "tiny-rounds24"
+    folder = paper[1] / "tiny-updates24"
     config = read_config(folder / "runs/digits-even/pace/seed0/config.toml")
     assert (config["updates"], config["eval_every"]) == (24, 4)
     text = (folder / "fig1/digits/table.md").read_text()

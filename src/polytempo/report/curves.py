@@ -17,7 +17,7 @@ from polytempo.report.canvas import DASHES, PALETTE, bare, canvas, metric_axis
 Floats = NDArray[np.float64]
 AXES = {
     "time": "simulated time (s)",
-    "updates": "arrivals",
+    "updates": "updates",
     "versions": "server steps",
     "messages": "models sent",
 }

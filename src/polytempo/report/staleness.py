@@ -12,7 +12,7 @@ from polytempo.report.canvas import INK, PALETTE, bare, canvas
 
 
 def plot_staleness(counts: Mapping[int, int], path: str | Path) -> Path:
-    """How many arrivals had which staleness, with the mean marked."""
+    """How many updates had which staleness, with the mean marked."""
     total = sum(counts.values())
     if total <= 0:
         raise PolytempoError(f"no staleness to draw in {dict(counts)!r}; fold an update first")
@@ -43,7 +43,7 @@ def plot_staleness(counts: Mapping[int, int], path: str | Path) -> Path:
         axes.set_ylim(0, heights.max() * 1.05)
         axes.set_title("staleness (updates folded while the client trained)", pad=20)
         bars = "" if width == 1 else f" (each bar: {width} values)"
-        axes.set(xlabel=f"staleness{bars}", ylabel="arrivals")
+        axes.set(xlabel=f"staleness{bars}", ylabel="updates")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.set_major_formatter("{x:,.0f}")
