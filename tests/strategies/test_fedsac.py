@@ -226,15 +226,15 @@ def simulated(small, strategy, task=None, updates=40, **options):
         check=True,
         **options,
     )
-    updates, receive = [], simulator.server.receive
+    sent, receive = [], simulator.server.receive
 
     def spying(update):
-        updates.append(update)
+        sent.append(update)
         return receive(update)
 
     simulator.server.receive = spying
     simulator.run(updates)
-    return simulator, updates
+    return simulator, sent
 
 
 def features_of(small, client, vector):
