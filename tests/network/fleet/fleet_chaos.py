@@ -109,10 +109,10 @@ def serve_here(
     strategy: str,
     size: int,
     limits: dict[str, float],
+    every: float,
 ):
-    """The life of a server's process. It saves its state often, so that it is killed while it
-    does."""
-    fleet_module.Store = partial(Store, every=0.3)
+    """The life of a server's process. `every`: seconds between two checkpoints."""
+    fleet_module.Store = partial(Store, every=every)
     enter(host)
     be_quiet(folder, SERVER)
     note = Notes(folder / f"{SERVER}.jsonl")
@@ -201,6 +201,7 @@ class Forked:
         self.folder, self.strategy, self.size = folder, strategy, size
         self.clients = [f"client-{number}" for number in range(clients)]
         self.updates, self.room, self.limits = ENDLESS, clients, {}
+        self.every = 0.3  # seconds between two checkpoints, so that it is killed while it saves one
         self.port = free_ports(1)[0]
         names = [SERVER, *self.clients]
         make_certificates(folder / "certs", dict.fromkeys(names, self.addresses()))
@@ -225,7 +226,7 @@ class Forked:
         return f"127.0.0.1:{self.port}", None
 
     def start(self, name: str) -> None:
-        work = (self.updates, self.room, self.strategy, self.size, self.limits)
+        work = (self.updates, self.room, self.strategy, self.size, self.limits, self.every)
         life = serve_here
         if name != SERVER:
             number = self.clients.index(name)
