@@ -60,6 +60,7 @@ def run_fleet(
     stop_clients=None,
     until=None,
     own_model=False,
+    wait_for=1,
     **settings,
 ):
     """A fleet from nothing to the end. `pauses`: of each client, after each step; `through`: makes
@@ -85,7 +86,7 @@ def run_fleet(
             outcome.result = conduct(
                 undertaking(complete, samples, strategy),
                 folder / "server",
-                Site("127.0.0.1:0"),
+                Site("127.0.0.1:0", wait_for=wait_for),
                 say=say,
                 interrupted=interrupted,
             )

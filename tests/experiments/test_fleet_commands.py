@@ -13,6 +13,7 @@ from fleets import TINY, WAIT, run_fleet
 from polytempo import Federation, PolytempoError
 from polytempo.core.task import TASKS, Task
 from polytempo.experiments.config import RunConfig, make_config
+from polytempo.experiments.fleet_plan import make_node, undertaking
 from polytempo.experiments.fleet_settings import (
     EITHER_WAY,
     OF_CLIENT,
@@ -30,8 +31,10 @@ from polytempo.experiments.fleet_settings import (
     server_table,
 )
 from polytempo.experiments.fleet_trainer import SolverTrainer
-from polytempo.experiments.replay import differences, verify
-from polytempo.network.fleet.store import history
+from polytempo.experiments.replay import attendance, differences, in_simulator, verify
+from polytempo.experiments.run import run
+from polytempo.network.fleet.store import Store, history
+from polytempo.nodes.star import Enrolled, Joined, Started
 from polytempo.training import problem_for
 
 SMALL = ("--data", TINY["data"], "--model", "linear", "--updates", 12, "--epochs", 1)
@@ -276,7 +279,56 @@ def test_a_fleet_with_data_of_its_own_is_replayed_on_them(polytempo, tmp_path):
     asked = ("replay", server, "--strategy", "fedbuff", "--data", data)
     assert "lacks client-2: give one .npz" in polytempo(*asked).error
     np.savez(data / "client-2.npz", X=x, y=y)
+    np.savez(data / "stranger.npz", X=x, y=y)  # never took part
     assert "fedbuff, simulated" in polytempo(*asked).out
+    dispatched = dispatches(server, tmp_path / "again", "fedbuff", data=str(data))
+    assert {event["client"] for event in dispatched} == {0, 1, 2, 3}
+
+
+def dispatches(server, out, strategy, **options):
+    """What the simulation of another strategy sends."""
+    config = in_simulator(server, strategy, **options).model_copy(update={"events": True})
+    run(config, out)
+    lines = (out / "events.jsonl").read_text().splitlines()
+    return [found for line in lines if (found := json.loads(line))["event"] == "dispatch"]
+
+
+def test_what_a_fleet_waited_for_is_waited_for_in_its_replay(polytempo, tmp_path):
+    """A cohort of the simulated strategy begins with all three, not with the first that came."""
+    fleet = run_fleet(tmp_path, strategy="fedasync", updates=8, concurrency=4, wait_for=3)
+    server = tmp_path / "server"
+    joined = sorted(record.time for record in fleet.records(Enrolled))
+    assert "fedavg, simulated" in polytempo("replay", server, "--strategy", "fedavg").out
+    for strategy in ("fedavg", "fedbuff"):
+        first, *others = dispatches(server, tmp_path / strategy, strategy)
+        assert first["time"] == pytest.approx(joined[2], abs=2e-6)
+        assert [event["time"] == first["time"] for event in others[:3]] == [True, True, False]
+
+
+def test_a_wait_that_was_cut_short_is_cut_short_in_the_replay(tmp_path):
+    """The server waits for three, is started again, and waits for one: it begins with the first
+    that comes then, however many had come before."""
+    config = make_config({**TINY, "strategy": "fedasync"})
+    strategy = for_fleet(config)
+    what = undertaking(*known(config, strategy), strategy)
+
+    def attended(folder, records):
+        folder.mkdir()
+        store = Store(folder)
+        store.open(make_node(what))
+        store.append(records)
+        store.close()
+        return attendance(what, folder)
+
+    records = [
+        *(Started(0.0, 8, 3), Enrolled(1.0, "client-0", 6, 2), Enrolled(2.0, "client-1", 6, 2)),
+        *(Started(5.0, 8, 1), Joined(7.0, "client-1")),
+    ]
+    found = attended(tmp_path / "server", records)
+    assert found.wait_for == 1
+    assert found.of["client-0"].changes == [(5.0, False)]
+    assert found.of["client-1"].changes == [(5.0, False), (7.0, True)]
+    assert attended(tmp_path / "idle", records[:3]).wait_for is None
 
 
 def test_a_log_that_leads_elsewhere_is_noticed(tmp_path):

@@ -17,13 +17,13 @@ modelled is around them:
 Training is arithmetic on three numbers. For a while there are faults, then none; then the run must
 come to its end. An `Oracle` that knows nothing of the nodes but what they write down, report and
 say holds them to their promises at every step. `python tests/nodes/bad_network.py` explores a
-million histories.
+million histories on all cores; `--minutes 30` stops earlier, and says how to go on from there.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -87,6 +87,7 @@ TASK = Task(epochs=1)
 LARGE = (Work, Examine, Upload)
 FIGURES = frozenset({"samples", "correct"})
 PATIENCE = Patience(factor=4.0, least=4.0, first=15.0, away=2.5)
+PORTION = 1_000  # histories that a process explores at a time
 CLOSING = 20.0  # simulated seconds for the last exam
 PATIENT_ENOUGH = 3_000.0  # simulated seconds within which a run without faults must end
 STRATEGIES_USED: list[tuple[str, dict[str, Any]]] = [
@@ -967,36 +968,46 @@ def explore(
     return counts, broken
 
 
-def main(histories: int = 1_000_000, portion: int = 1_000) -> int:
-    """Explore so many histories on all cores, and say what was found."""
+def main() -> int:
+    """Explore histories on all cores, and say what was found."""
     from rich.console import Console
     from rich.progress import Progress
 
+    options = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    options.add_argument("--histories", type=int, default=1_000_000)
+    options.add_argument("--first", type=int, default=0, help="the seed of the first")
+    options.add_argument("--minutes", type=float, default=90.0, help="then it stops early")
+    chosen = options.parse_args()
     console = Console()
     counts: Counter[str] = Counter()
     broken: dict[str, tuple[int, str]] = {}
-    portions = [
-        range(begin, min(begin + portion, histories)) for begin in range(0, histories, portion)
-    ]
-    began = time.monotonic()
+    last = chosen.first + chosen.histories
+    portions = [range(k, min(k + PORTION, last)) for k in range(chosen.first, last, PORTION)]
+    began, done = time.monotonic(), chosen.first
     with ProcessPoolExecutor() as pool, Progress(console=console) as progress:
-        bar = progress.add_task("histories of a fleet on a bad network", total=histories)
+        bar = progress.add_task("histories of a fleet on a bad network", total=chosen.histories)
         for seeds, (happened, found) in zip(portions, pool.map(explore, portions), strict=True):
             counts += happened
             for promise, (seed, how) in found.items():
                 if promise not in broken:
                     console.print(f"seed {seed}: {how}", style="red", soft_wrap=True)
                 broken.setdefault(promise, (seed, how))
+            done = seeds.stop
             progress.advance(bar, len(seeds))
+            if time.monotonic() - began > 60 * chosen.minutes:
+                pool.shutdown(cancel_futures=True)
+                break
     for what, times in sorted(counts.items()):
         console.print(f"{times:>12,} {what}", soft_wrap=True)
     console.print(
-        f"{histories:,} histories in {time.monotonic() - began:,.0f} s, promises broken: "
-        f"{sorted(broken) or 'none'}",
+        f"{done - chosen.first:,} histories (seeds {chosen.first} to {done - 1}) in "
+        f"{time.monotonic() - began:,.0f} s, promises broken: {sorted(broken) or 'none'}",
         soft_wrap=True,
     )
+    if done < last:
+        console.print(f"to go on: --first {done} --histories {last - done}", soft_wrap=True)
     return len(broken)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*map(int, sys.argv[1:])))
+    raise SystemExit(main())

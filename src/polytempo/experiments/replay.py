@@ -139,17 +139,27 @@ class Presence:
     began: list[tuple[float, float]] = field(default_factory=list)  # when, and how long
 
 
-def presence(what: Undertaking, folder: Path) -> dict[str, Presence]:
-    """Of every client, by name, from the log of a server."""
-    node = make_node(what)
-    found: dict[str, Presence] = {}
+@dataclass
+class Attendance:
+    """Who was there when, by name; and how many the server waited for before it began (None: it
+    never began)."""
+
+    of: dict[str, Presence] = field(default_factory=dict)
+    wait_for: int | None = None
+
+
+def attendance(what: Undertaking, folder: Path) -> Attendance:
+    """From the log of a server."""
+    node, found = make_node(what), Attendance()
     overhead: dict[str, list[float]] = {}
     for record in history(folder):
         if isinstance(record, Closed):
             break  # what follows is the departure of all
-        _note(record, node, found, overhead)
+        _note(record, node, found.of, overhead)
         node.apply(record)
-    for name, seen in found.items():
+        if found.wait_for is None and node.server.dispatches:
+            found.wait_for = node.server.wait_for
+    for name, seen in found.of.items():
         extra = median(overhead[name]) if name in overhead else 0.0
         seen.began = [(begin, seconds + extra) for begin, seconds in seen.began]
     return found
@@ -164,6 +174,8 @@ def _note(
     match record:
         case Started():
             for seen in found.values():
+                if not node.server.dispatches:  # perhaps it waits for fewer now: a new beginning
+                    seen.changes.clear()
                 seen.changes.append((record.time, False))
         case Enrolled(name=name) | Joined(name=name):
             found.setdefault(name, Presence()).changes.append((record.time, True))
@@ -177,13 +189,14 @@ def _note(
                 overhead.setdefault(name, []).append(more)
 
 
-def write_trace(path: Path, fleet: Mapping[str, Presence], places: Mapping[str, int]) -> None:
-    """The fleet as a file for `--dropout trace`; `places` says which client of the federation is
-    which."""
-    rows: list[tuple[float, int, int, float | str]] = []
+def write_trace(
+    path: Path, fleet: Mapping[str, Presence], places: Mapping[str, int], clients: int
+) -> None:
+    """The fleet as a file for `--dropout trace`; `places` says which of so many clients of the
+    federation is which. Those that are none of them are never there."""
+    rows: list[tuple[float, int, int, float | str]] = [(0.0, c, 0, "") for c in range(clients)]
     for name, seen in fleet.items():
         client, lasts = places[name], seen.began[0][1] if seen.began else 0.0
-        rows.append((0.0, client, 0, ""))
         ahead = sorted([(t, here, None) for t, here in seen.changes], key=lambda item: item[0])
         timed: list[tuple[float, bool | None, float | None]] = [*ahead]
         timed += [(begin, None, seconds) for begin, seconds in seen.began]
@@ -212,16 +225,24 @@ def in_simulator(
             f"{folder} has no data to simulate on ({source}); give --data: a folder with one .npz "
             "file per client, called as the clients are"
         )
-    fleet = presence(what, folder)
-    if not fleet:
-        raise PolytempoError(f"nobody ever joined the run in {folder}: there is nothing to replay")
-    trace = folder / "fleet.csv"
-    write_trace(trace, fleet, _places(list(fleet), source, config.clients or len(fleet)))
+    fleet = attendance(what, folder)
+    if fleet.wait_for is None:
+        raise PolytempoError(
+            f"the run in {folder} never began (clients that came: {len(fleet.of)}): there is "
+            "nothing to replay"
+        )
+    trace, path = folder / "fleet.csv", Path(source).expanduser()
+    clients = len(client_files(path)) if path.is_dir() else config.clients or len(fleet.of)
+    write_trace(trace, fleet.of, _places(list(fleet.of), source, clients), clients)
     usual = config.make("strategy")
     update: dict[str, Any] = {
         "strategy": strategy,
         "data": source,
-        "dropout": {"name": "trace", "path": str(trace.resolve())},
+        "dropout": {
+            "name": "trace",
+            "path": str(trace.resolve()),
+            "wait_for": fleet.wait_for,
+        },
         "devices": {"name": "equal"},
         "updates": updates or config.updates,
         "refill": None if config.refill == usual.refill else config.refill,

@@ -49,6 +49,10 @@ class Dropout(Options):
         """When clients leave and return."""
         return []
 
+    def quorum(self) -> int:
+        """Clients that must be there before the server begins."""
+        return 1
+
 
 DROPOUTS: Registry[Dropout] = Registry("dropout model", Dropout)
 
@@ -137,10 +141,15 @@ class Trace(Dropout):
     `latency`: the seconds that a training lasts from then on (empty: the device model's).
 
     A client that becomes unavailable while it trains continues, but its upload waits until it is
-    available again (forever, if it never is). Clients not named in the file are always there.
+    available again (forever, if it never is). Clients not named in the file are always there. The
+    server begins once `wait_for` clients are there.
     """
 
     path: str
+    wait_for: Annotated[int, Field(ge=1)] = 1
+
+    def quorum(self) -> int:
+        return self.wait_for
 
     @cached_property
     def rows(self) -> list[Change]:

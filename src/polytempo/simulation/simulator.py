@@ -111,6 +111,7 @@ class Simulator(Engine):
             steps=steps,
             defence=defence,
         )
+        self.server.wait_for = self.dropout.quorum()
         self.concurrency, self.refill = concurrency, self.server.refill
         self.flights: dict[int, Flight] = {}
         self.transit: dict[int, Dispatch] = {}  # multicasts on their way

@@ -61,6 +61,7 @@ ENDLESS = 10**8  # updates, while the storm lasts
 AFTERWARDS = 25  # updates for each client, when it is over
 WAIT = 180.0  # seconds in which whatever should happen happens, on a busy machine
 COUNT = "trainings"  # what a client remembers
+HOLD = "hold"  # a file: as long as it is there, nobody trains
 
 # -- processes -------------------------------------------------------------------------------------
 
@@ -109,10 +110,10 @@ def serve_here(
     strategy: str,
     size: int,
     limits: dict[str, float],
+    every: float,
 ):
-    """The life of a server's process. It saves its state often, so that it is killed while it
-    does."""
-    fleet_module.Store = partial(Store, every=0.3)
+    """The life of a server's process. `every`: seconds between two checkpoints."""
+    fleet_module.Store = partial(Store, every=every)
     enter(host)
     be_quiet(folder, SERVER)
     note = Notes(folder / f"{SERVER}.jsonl")
@@ -150,13 +151,15 @@ class CountingAdapter(OwnAdapter):
 
 
 class Walker:
-    """Trains: walks a few steps towards a place of its own."""
+    """Trains: walks a few steps towards a place of its own, but not while there is that file."""
 
-    def __init__(self, place: float, seconds: float) -> None:
-        self.place, self.seconds = place, seconds
+    def __init__(self, place: float, seconds: float, hold: Path) -> None:
+        self.place, self.seconds, self.hold = place, seconds, hold
 
     def train(self, parameters, task):
         where = parameters["w"]
+        while self.hold.exists():
+            time.sleep(0.02)
         for _ in range(5):
             time.sleep(self.seconds)
             where = where + np.float32(0.1) * (np.float32(self.place) - where)
@@ -175,7 +178,7 @@ def take_part_here(
     be_quiet(folder, name)
     note = Notes(folder / f"{name}.jsonl")
     note({"event": "started"})
-    adapter = CountingAdapter(Walker(place, seconds), 5, folder / name)
+    adapter = CountingAdapter(Walker(place, seconds, folder / HOLD), 5, folder / name)
     with interruptible() as interrupted:
         take_part(
             ClientNode("", OWN, 10, 5),
@@ -201,6 +204,7 @@ class Forked:
         self.folder, self.strategy, self.size = folder, strategy, size
         self.clients = [f"client-{number}" for number in range(clients)]
         self.updates, self.room, self.limits = ENDLESS, clients, {}
+        self.every = 0.3  # seconds between two checkpoints, so that it is killed while it saves one
         self.port = free_ports(1)[0]
         names = [SERVER, *self.clients]
         make_certificates(folder / "certs", dict.fromkeys(names, self.addresses()))
@@ -225,7 +229,7 @@ class Forked:
         return f"127.0.0.1:{self.port}", None
 
     def start(self, name: str) -> None:
-        work = (self.updates, self.room, self.strategy, self.size, self.limits)
+        work = (self.updates, self.room, self.strategy, self.size, self.limits, self.every)
         life = serve_here
         if name != SERVER:
             number = self.clients.index(name)
@@ -358,11 +362,9 @@ def bring_back(fleet: Forked, due: dict[str, float]) -> None:
         del due[name]
 
 
-def heard(fleet: Forked, name: str, since: float = 0.0) -> bool:
+def heard(fleet: Forked, name: str, since: float = 0.0, what: str = "acknowledged") -> bool:
     """Whether that client has heard an acknowledgement since then."""
-    return any(
-        note["event"] == "acknowledged" and note["time"] > since for note in fleet.notes(name)
-    )
+    return any(note["event"] == what and note["time"] > since for note in fleet.notes(name))
 
 
 def end_well(fleet: Forked, storm: Storm) -> None:
@@ -374,7 +376,13 @@ def end_well(fleet: Forked, storm: Storm) -> None:
         raise SystemExit(f"the server ended with code {fleet.code(SERVER)}: see {fleet.folder}")
     done = sum('"event":"upload"' in line for line in _event_lines(fleet.folder))
     fleet.updates = done + AFTERWARDS * len(fleet.clients)
+    # A client may wait ten seconds before it tries again; nobody is to miss the end.
+    hold, since = fleet.folder / HOLD, time.time()
+    hold.touch()
     fleet.start(SERVER)
+    for name in fleet.clients:
+        until(lambda: heard(fleet, name, since, "connected"), f"{name} is back")  # noqa: B023
+    hold.unlink()
     for name in (SERVER, *fleet.clients):
         if fleet.wait(name) != 0:
             raise SystemExit(f"{name} ended with code {fleet.code(name)}: see {fleet.folder}")

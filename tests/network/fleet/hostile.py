@@ -2,8 +2,8 @@
 does, and how long honest clients wait meanwhile.
 
     python tests/network/fleet/hostile.py --out FOLDER     prints a table in Markdown
-    python tests/network/fleet/hostile.py --fuzz 1000000   messages through the decoder, no network
-    python tests/network/fleet/hostile.py --wire 100000    the same over the network, one per stream
+    python tests/network/fleet/hostile.py --wire 1000000   fuzzed messages over the network
+    python tests/network/fleet/hostile.py --fuzz 1000000   through decoder and node, no network
 
 The server is `polytempo.serve` with its usual limits, and it, each of four honest clients and the
 attackers are processes of their own. Waiting is from the end of a training to the acknowledgement
@@ -14,6 +14,7 @@ seconds, unless it says otherwise. All traffic is on the loopback interface.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -33,20 +34,19 @@ from itertools import count
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import numpy as np
 import torch
 from fleet_chaos import Forked, files, until
+from fuzz import Corpus, fuzz
 from test_fleet_hostile import Raw, frames
 
-from polytempo.core.errors import Refused
 from polytempo.experiments.fleet_group import SERVER
 from polytempo.network.certificates import LOCAL, make_certificates
-from polytempo.network.fleet import fleet_pb2 as pb
 from polytempo.network.fleet.admission import revoke
-from polytempo.network.fleet.reading import Reader, read_from_client
-from polytempo.network.fleet.sending import CHUNK, METHOD
+from polytempo.network.fleet.sending import METHOD
 from polytempo.network.session import Certificates
-from polytempo.nodes.star import Hello, Scores, Swapped, Upload
+from polytempo.nodes.star import Hello, Swapped, Upload
 
 HELLO = Hello(1, "", "own code", 10, 0)
 EVIL = [f"evil-{number}" for number in range(8)]  # certified, and there is room for them
@@ -68,13 +68,13 @@ class Place:
         """With the certificate of that one."""
         return Raw(self.address, files(self.folder, whose), **options)
 
-    def channel(self, whose: str, options=()) -> grpc.Channel:
+    def channel(self, whose: str, options=(), make=grpc.secure_channel):
         own = files(self.folder, whose)
         credentials = grpc.ssl_channel_credentials(
             own.ca.read_bytes(), own.key.read_bytes(), own.cert.read_bytes()
         )
         alone = ("grpc.use_local_subchannel_pool", 1)
-        return grpc.secure_channel(self.address, credentials, [alone, *options])
+        return make(self.address, credentials, [alone, *options])
 
     def vector(self) -> torch.Tensor:
         return torch.zeros(self.size)
@@ -181,27 +181,45 @@ def fuzzed(place: Place, seconds: float, names=tuple(CROWD), messages: int = 20_
 
 
 def fuzzed_over_the_wire(place: Place, seconds: float, messages: int):
-    """One broken message (or upload) on each of very many streams, half of them after a hello, each
-    stream to its end: how the server ended it (OK: what was read is in the protocol, or incomplete,
-    and the client has ended the stream)."""
+    """So many messages, each of which the server reads, on as many streams as it takes: a broken
+    message ends its stream. So on a quarter of the streams there is a hello and then a dozen that
+    are in the protocol but nonsense, and each ends with a broken one."""
+    return asyncio.run(_fuzz_over_the_wire(place, seconds, messages))
+
+
+async def _fuzz_over_the_wire(place: Place, seconds: float, messages: int) -> Counter:
     found, draws = Counter(), random.Random(1)
-    corpus = Corpus(place.size, draws)
-    methods = [place.channel(name).stream_stream(METHOD) for name in CROWD]
-    end = time.monotonic() + seconds
-    while (sent := sum(found.values())) < messages and time.monotonic() < end:
-        calls = []
-        for method in methods[: messages - sent]:
-            said = [*frames(HELLO)] if draws.random() < 0.5 else []
-            said += corpus.broken_upload() if draws.random() < 0.25 else [corpus.broken()]
-            calls.append(method(iter(said), timeout=60))
-        for call in calls:
-            try:
-                for _ in call:
-                    pass
-                found[call.code().name] += 1
-            except grpc.RpcError as error:
-                found[error.code().name] += 1
+    corpus, end = Corpus(place.size, draws), time.monotonic() + seconds
+    read = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+    read.add(grpc.StatusCode.FAILED_PRECONDITION)
+
+    def on_a_stream() -> tuple[int, list[bytes]]:
+        last = corpus.broken_upload() if draws.random() < 0.25 else [corpus.broken()]
+        if draws.random() < 0.75:
+            return 1, last
+        strange = [frame for _ in range(12) for frame in frames(corpus.strange())]
+        return 13, [*frames(HELLO), *strange, *last]
+
+    async def send(name: str) -> None:
+        async with place.channel(name, make=grpc.aio.secure_channel) as channel:
+            method = channel.stream_stream(METHOD)
+            while found["messages read"] < messages and time.monotonic() < end:
+                count, said = on_a_stream()
+                call = method(_each(said), timeout=60)
+                with suppress(grpc.aio.AioRpcError):  # how it ended is asked below
+                    async for _ in call:
+                        pass
+                code = await call.code()
+                found["messages read" if code in read else "messages not read"] += count
+                found[f"streams ended with {code.name}"] += 1
+
+    await asyncio.gather(*map(send, CROWD))
     return found
+
+
+async def _each(said: list[bytes]):
+    for frame in said:
+        yield frame
 
 
 def frozen(place: Place, seconds: float):
@@ -378,100 +396,6 @@ def attack_here(folder: Path, port: int, size: int, work: Callable, seconds: flo
     (folder / "outcome.json").write_text(json.dumps(dict(found)))
 
 
-# -- fuzz ------------------------------------------------------------------------------------------
-
-
-class Corpus:
-    """Frames of all messages, and ways to break them."""
-
-    def __init__(self, size: int, draws: random.Random) -> None:
-        self.draws = draws
-        upload = Upload(3, torch.zeros(size), 10, {"mask": torch.ones(2, 3)}, 0.5)
-        self.good = [
-            *frames(HELLO),
-            *frames(Hello(1, "toy", "toy", 10, 5, 3, 4)),
-            *frames(Swapped(3, 2, 7)),
-            *frames(Scores(1, {"total": 5.0, "value": 1.5}, {"total": 5.0, "value": 2.0})),
-            *(frame for frame in frames(upload) if len(frame) < 2_000),
-        ]
-        self.upload = upload
-
-    def broken(self) -> bytes:
-        """A frame with a few random changes, or no frame at all."""
-        draws = self.draws
-        kind = draws.random()
-        if kind < 0.1:
-            return draws.randbytes(draws.randrange(1, 200))
-        data = bytearray(draws.choice(self.good))
-        for _ in range(draws.randrange(1, 4)):
-            where = draws.randrange(len(data) + 1)
-            match draws.randrange(5):
-                case 0 if where < len(data):
-                    data[where] ^= 1 << draws.randrange(8)
-                case 1:
-                    del data[where:]
-                case 2:
-                    data[where:where] = draws.randbytes(draws.randrange(1, 9))
-                case 3:
-                    other = draws.choice(self.good)
-                    data[where:] = other[draws.randrange(len(other)) :]
-                case 4:  # a huge number
-                    data[where:where] = b"\xff" * draws.randrange(1, 10) + b"\x01"
-        return bytes(data)
-
-    def broken_upload(self) -> list[bytes]:
-        """A well-framed upload whose safetensors are not."""
-        draws = self.draws
-        payload = bytearray(
-            b"".join(pb.FromClient.FromString(f).chunk.data for f in frames(self.upload)[1:])
-        )
-        length = 8 + int.from_bytes(payload[:8], "little")
-        for _ in range(draws.randrange(1, 4)):
-            where = draws.randrange(length)
-            match draws.randrange(4):
-                case 0:
-                    payload[where] ^= 1 << draws.randrange(8)
-                case 1:
-                    payload[where] = draws.choice(b'0123456789{}[]",:-eE')
-                case 2:
-                    del payload[where : where + draws.randrange(1, 5)]
-                case 3:
-                    payload[where:where] = draws.choice([b"9" * 30, b"[" * 50, b"null", b"1e9"])
-        head = pb.FromClient(
-            upload=pb.Upload(number=3, samples=10, payload=pb.Payload(id=1, bytes=len(payload)))
-        )
-        found = [head.SerializeToString()]
-        for begin in range(0, len(payload), CHUNK):
-            data = bytes(payload[begin : begin + CHUNK])
-            found.append(pb.FromClient(chunk=pb.Chunk(payload=1, data=data)).SerializeToString())
-        return found
-
-
-def fuzz(messages: int, seed: int = 0, size: int = 12) -> Counter:
-    """So many broken messages through the server's decoder: refused, or read (some changes leave a
-    message that is in the protocol). Anything else is an exception."""
-    draws = random.Random(seed)
-    corpus, found = Corpus(size, draws), Counter()
-    reader, longest = Reader(pb.FromClient, 2 * 4 * size + 2**20), 0.0
-    for number in range(messages):
-        said = corpus.broken_upload() if number % 4 == 0 else [corpus.broken()]
-        begin = time.thread_time()
-        try:
-            outcome = "incomplete"
-            for frame in said:
-                whole = reader.take(frame)
-                if whole is not None:
-                    read_from_client(whole, size, torch.float32)
-                    outcome = "read"
-        except Refused:
-            outcome = "refused"
-            reader = Reader(pb.FromClient, reader.most)  # the stream would be over
-        longest = max(longest, time.thread_time() - begin)
-        found[outcome] += 1
-    found["longest, microseconds of CPU"] = round(1e6 * longest)
-    return found
-
-
 # -- measuring -------------------------------------------------------------------------------------
 
 
@@ -501,27 +425,34 @@ def waits(fleet: Forked, begin: float, end: float) -> list[float]:
     return found
 
 
+def reconnects(fleet: Forked, begin: float, end: float) -> int:
+    """Of honest clients, meanwhile."""
+    notes = [note for name in fleet.clients for note in fleet.notes(name)]
+    return sum(note["event"] == "connected" and begin <= note["time"] <= end for note in notes)
+
+
 @dataclass
 class Row:
     attack: Attack
     outcome: str
-    before: float
-    peak: float
-    after: float
+    memory: list[float]  # of the server: before, meanwhile, and afterwards
     waits: list[float]
+    reconnects: int
+    seconds: float
 
     def __str__(self) -> str:
         p50, p99 = np.percentile(self.waits, [50, 99]) if self.waits else (np.nan, np.nan)
         return (
-            f"| {self.attack.what} | {self.outcome} | {self.before:.0f} / {self.peak:.0f} / "
-            f"{self.after:.0f} | {p50:.0f} / {p99:.0f} / {max(self.waits, default=np.nan):.0f} | "
-            f"{len(self.waits)} |"
+            f"| {self.attack.what} | {self.outcome} | {self.memory[0]:.0f} / "
+            f"{max(self.memory):.0f} / {self.memory[-1]:.0f} | {p50:.0f} / {p99:.0f} / "
+            f"{max(self.waits, default=np.nan):.0f} | {len(self.waits)}, {self.reconnects} |"
         )
 
 
 HEADING = (
     "| who | what becomes of it | server's memory before / at most / after, MB | honest clients: "
-    "upload to acknowledgement p50 / p99 / max, ms | their updates |\n|---|---|---|---|---|"
+    "upload to acknowledgement p50 / p99 / max, ms | their updates, reconnects |\n"
+    "|---|---|---|---|---|"
 )
 
 
@@ -530,7 +461,7 @@ class Site(Forked):
 
     def __init__(self, folder: Path, size: int) -> None:
         super().__init__(folder, 4, "fedasync", size)
-        self.room = len(self.clients) + len(EVIL)
+        self.room, self.every = len(self.clients) + len(EVIL), 60.0
         make_certificates(folder / "certs", dict.fromkeys([*EVIL, *CROWD], LOCAL))
         make_certificates(folder / "certs", {"expired": LOCAL}, days=-0.02)
         make_certificates(folder / "other" / "certs", {EVIL[0]: LOCAL})
@@ -539,17 +470,20 @@ class Site(Forked):
         pid = self._processes[SERVER].pid
         outcome = self.folder / "outcome.json"
         outcome.unlink(missing_ok=True)
-        before, begin = resident(pid), time.time()
+        memory, begin, told = [resident(pid)], time.time(), time.monotonic()
         attacker = self._context.Process(
             target=attack_here,
             args=(self.folder, self.port, self.size, attack.work, attack.seconds),
             daemon=True,
         )
         attacker.start()
-        peak, cut, leaves = before, None, self._leaves()
+        cut, leaves = None, self._leaves()
         latest = begin + 60 + 3 * attack.seconds
         while attacker.is_alive() and time.time() < latest:
-            peak = max(peak, resident(pid))
+            memory.append(resident(pid))
+            if time.monotonic() > told + 60:
+                told = time.monotonic()
+                sys.stderr.write(f"{time.time() - begin:.0f} s, server {memory[-1]:.0f} MB\n")
             cut = cut or self._frozen(attack, attacker, leaves)
             if attack.work is never_reads and cut is None and self._leaves() > leaves:
                 cut = f"cut off after {time.time() - begin:.0f} s"
@@ -563,7 +497,9 @@ class Site(Forked):
         words = [f"{what}: {n:,}" if n != 1 else what for what, n in found.items()]
         words = [*([cut] if cut else []), *words]
         outcome = f"{attack.means} ({', '.join(words)})" if words else "-"
-        return Row(attack, outcome, before, peak, resident(pid), waits(self, begin, end))
+        memory.append(resident(pid))
+        waited, again = waits(self, begin, end), reconnects(self, begin, end)
+        return Row(attack, outcome, memory, waited, again, end - begin)
 
     def _leaves(self) -> int:
         lines = (self.folder / SERVER / "events.jsonl").read_text().splitlines()
@@ -601,13 +537,27 @@ class Site(Forked):
         return rows
 
 
+def over_the_wire(folder: Path, messages: int, seconds: float) -> Row:
+    """Fuzzed messages over the network. The limits on how often a client may come back and on its
+    messages are lifted, since otherwise few are read: so the server has more to do with them, and
+    honest clients wait longer, than they ever would."""
+    folder.mkdir(parents=True)
+    work = partial(fuzzed_over_the_wire, messages=messages)
+    what = "fuzzed messages from 100 clients, limits lifted"
+    with Site(folder, SMALL) as site:
+        site.room += len(CROWD)
+        lifted = ("reconnects", "reconnect_burst", "messages", "message_burst", "unasked")
+        site.limits = dict.fromkeys(lifted, 1_000_000_000)
+        return site.run([Attack(what, work, "refused", SMALL, seconds)])[0]
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     options.add_argument("--out", type=Path, default=Path("runs/hostile"))
     options.add_argument("--only", default="", help="attacks with this in their name")
-    options.add_argument("--fuzz", type=int, default=0, help="messages through the decoder alone")
+    options.add_argument("--fuzz", type=int, default=0, help="messages through decoder and node")
     options.add_argument("--wire", type=int, default=0, help="messages over the network")
-    options.add_argument("--seconds", type=float, default=3_600, help="that these may take")
+    options.add_argument("--seconds", type=float, default=1_700, help="that these may take")
     chosen = options.parse_args()
     if chosen.fuzz:
         before, begin = resident(os.getpid()), time.monotonic()
@@ -618,14 +568,12 @@ def main() -> None:
     shutil.rmtree(chosen.out, ignore_errors=True)
     sys.stdout.write(f"{HEADING}\n")
     if chosen.wire:
-        chosen.out.mkdir(parents=True)
-        work = partial(fuzzed_over_the_wire, messages=chosen.wire)
-        what = "broken messages from 100 clients, one per stream"
-        attack = Attack(what, work, "refused", SMALL, chosen.seconds)
-        with Site(chosen.out, SMALL) as site:
-            site.room += len(CROWD)
-            site.limits = {"reconnects": 1e6, "reconnect_burst": 1e6}  # else few are read
-            site.run([attack])
+        row = over_the_wire(chosen.out, chosen.wire, chosen.seconds)
+        tenths = [row.memory[round(k * (len(row.memory) - 1) / 10)] for k in range(11)]
+        sys.stdout.write(
+            f"{row.seconds:.0f} s; the server's memory after each tenth of the time: "
+            f"{', '.join(f'{mb:.0f}' for mb in tenths)} MB\n"
+        )
         return
     for size in (SMALL, LARGE):
         wanted = [a for a in ATTACKS if a.size == size and chosen.only in a.what]

@@ -1,5 +1,6 @@
 """Who is not let in, and what a certified client that misbehaves can do to the others: nothing."""
 
+import gc
 import os
 import queue
 import re
@@ -21,6 +22,7 @@ from polytempo.network.fleet import fleet_pb2 as pb
 from polytempo.network.fleet.admission import Admission, admit, revoke
 from polytempo.network.fleet.limits import Limits
 from polytempo.network.fleet.sending import CHUNK, METHOD, NAME_KEY, Writer
+from polytempo.network.fleet.streams import Stream
 from polytempo.network.session import Certificates
 from polytempo.nodes.star import Hello, Scores, Swapped, Upload
 
@@ -283,6 +285,36 @@ def test_who_comes_back_again_and_again_must_wait(fleet, raw):
     assert Code.RESOURCE_EXHAUSTED in codes
     honest = fleet.client("a")
     until(lambda: honest.node.acknowledged > 1)
+
+
+def test_what_a_stream_held_is_free_when_it_ends(fleet, raw):
+    """At once, and not when the garbage collector comes by: until then a hundred bad updates would
+    be kept."""
+    limits = Limits(reconnects=1e6, reconnect_burst=10**6)
+    server = fleet.serve(make_node(clients=2, size=10**5, **ENDLESS), limits=limits)
+    bad = frames(Upload(0, torch.full((10**5 + 1,), 1.0), 1))
+    gc.collect()
+    gc.disable()
+    try:
+        for begin in (frames(HELLO), []):
+            for _ in range(3):
+                ended = raw(server.address, fleet.files["evil"]).say(*begin, *bad).end()
+                assert ended[0] == Code.INVALID_ARGUMENT
+        until(lambda: not any(type(found) is Stream for found in gc.get_objects()))
+    finally:
+        gc.enable()
+
+
+def test_asking_for_the_same_work_again_does_not_make_more_updates_welcome(fleet, raw):
+    """Who says that it has missed its work is sent it again, but may not offer more updates."""
+    server = fleet.serve(make_node(clients=1, **ENDLESS), limits=Limits(unasked=1e3))
+    client = raw(server.address, fleet.files["a"]).say(*frames(HELLO))
+    while (said := client.hear()).WhichOneof("said") != "work":
+        pass
+    number = said.work.number
+    client.say(*frames(Swapped(number, number, None)) * 20)
+    client.say(*frames(Upload(999, torch.ones(12), 10)) * 4)
+    until(lambda: server.streams.counts["unasked"] >= 2)
 
 
 # -- what a client may do to others ----------------------------------------------------------------
