@@ -478,14 +478,17 @@ def drive(
     """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
     diverges, or the disk is full, it can be resumed from the last checkpoint; the history and
     the tables may be a little ahead of that until then."""
+    with watched(simulator, config, folder, callbacks) as end:
+        result = _drive(simulator, config, folder)
+        end(result)
+    return result
+
+
+def _drive(simulator: Engine, config: RunConfig, folder: Path) -> RunResult:
     write_config(folder / "config.toml", config)
     write_about(folder, simulator.metric, simulator.federation.description)
     peak_memory(reset=True)
-    with (
-        watched(simulator, config, folder, callbacks) as end,
-        _event_log(simulator, config, folder) as flush,
-        interruptible() as interrupted,
-    ):
+    with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
         last, over = time.monotonic(), False
         next_show = last + SHOW_SECONDS
 
@@ -523,8 +526,7 @@ def drive(
         if not over:
             checkpoint()
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
-        write_result(folder, result, config.settings())
-        end(result)
+    write_result(folder, result, config.settings())
     return result
 
 
@@ -535,7 +537,8 @@ def watched(
     """These callbacks, and those of the settings, are told of the run. Yields what is to be called
     at the end."""
     everybody = Callbacks((*callbacks, *config.callbacks()))
-    with everybody.during(Run(config.settings(), simulator.metric, folder)):
+    beginning = Run(config.settings(), simulator.metric, folder)
+    with simulator.backend, everybody.during(beginning):  # fork workers before anybody has threads
         simulator.observers.append(everybody.event)
         simulator.judges.append(everybody.evaluated)
         yield everybody.end
