@@ -13,7 +13,7 @@ HEAVY = {
     *("torch", "numpy", "scipy", "sklearn", "pandas", "pydantic", "matplotlib", "PIL"),
     *("datasets", "ray", "zenoh", "cryptography", "safetensors", "grpc", "google.protobuf"),
     *("transformers", "peft", "tokenizers"),
-    *("starlette", "uvicorn", "plotly"),
+    *("starlette", "uvicorn", "plotly", "tensorboard", "mlflow", "wandb"),
 }
 HELP = """
 import sys
@@ -61,7 +61,7 @@ def test_the_core_does_not_load_the_house():
 def test_what_few_runs_need_is_loaded_by_those(package):
     few = {"sklearn", "scipy", "matplotlib", "PIL", "datasets", "ray", "zenoh", "cryptography"}
     few |= {"transformers", "peft", "tokenizers"}
-    few |= {"grpc", "google.protobuf"}
+    few |= {"grpc", "google.protobuf", "tensorboard", "mlflow", "wandb"}
     assert loaded(f"import polytempo.{package}") & few == set()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from polytempo.core.task import Task
     from polytempo.data import Federation, partition
     from polytempo.experiments.api import compare, load, resume, simulate, sweep
+    from polytempo.experiments.callbacks import Callback, EarlyStopping
     from polytempo.experiments.fleet_own import join, serve
     from polytempo.experiments.result import RunResult
     from polytempo.models.pretrained import tokenizer
@@ -39,11 +40,13 @@ _HOME = {  # where each name lives; a module that is offered itself is its own h
     "Attack": "polytempo.core.attacks",
     "CLIENT_STEPS": "polytempo.core.client_steps",
     "ClientStep": "polytempo.core.client_steps",
+    "Callback": "polytempo.experiments.callbacks",
     "Context": "polytempo.core.strategy",
     "DEFENCES": "polytempo.core.defences",
     "Defence": "polytempo.core.defences",
     "Dispatch": "polytempo.core.messages",
     "Drift": "polytempo.core.objective",
+    "EarlyStopping": "polytempo.experiments.callbacks",
     "Federation": "polytempo.data.federation",
     "InFlight": "polytempo.core.messages",
     "OBJECTIVES": "polytempo.core.objective",
@@ -83,11 +86,13 @@ __all__ = [
     "Adam",
     "AdamW",
     "Attack",
+    "Callback",
     "ClientStep",
     "Context",
     "Defence",
     "Dispatch",
     "Drift",
+    "EarlyStopping",
     "Federation",
     "InFlight",
     "Objective",

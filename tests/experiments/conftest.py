@@ -14,7 +14,8 @@ import pytest
 
 from polytempo import cli
 from polytempo.core.events import Event
-from polytempo.experiments import compare, jobs, progress, result
+from polytempo.experiments import compare, jobs, progress, result, sweep
+from polytempo.experiments.callbacks import Callback
 
 
 def strict_json(text: str) -> Any:
@@ -95,18 +96,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 def interrupt() -> Iterator[Callable[..., None]]:
     """`interrupt(n)` makes the next run receive a real SIGINT at its n-th event; `n` may also be a
     function that says of an event whether it is the one."""
-    usual = jobs.reporting
+    usual = jobs.Reporting
 
     def arm(at: int | Callable[[Event], bool], number: int = signal.SIGINT) -> None:
-        def attach(simulator: object, updates: int) -> Callable[[Event], None]:
-            def observe(event: Event) -> None:
+        class Interrupting(Callback):
+            def __init__(self, report: object) -> None:
+                pass
+
+            def event(self, event: Event) -> None:
                 if at(event) if callable(at) else event.n == at:
-                    jobs.reporting = progress.reporting = usual
+                    disarm()
                     signal.raise_signal(number)
 
-            return observe
+        for module in (jobs, progress, sweep):
+            module.Reporting = Interrupting
 
-        jobs.reporting = progress.reporting = lambda *ignored: attach
+    def disarm() -> None:
+        for module in (jobs, progress, sweep):
+            module.Reporting = usual
 
     yield arm
-    jobs.reporting = progress.reporting = usual
+    disarm()

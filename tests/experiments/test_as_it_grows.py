@@ -7,6 +7,7 @@ import pytest
 
 import polytempo.experiments.run as running
 from polytempo.core.events import Evaluate
+from polytempo.experiments.callbacks import Callback
 from polytempo.experiments.compare import compare
 from polytempo.experiments.config import make_config
 
@@ -36,17 +37,15 @@ def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
     running.run(make_config(SETTINGS, "test"), plain)
     seen = []
 
-    def attach(simulator, updates):
-        def observe(event):
+    class Look(Callback):
+        def event(self, event):
             if isinstance(event, Evaluate):
                 events = watched / "events.jsonl"
                 seen.append((len(rows(watched / "history.csv")), events.read_text().count("\n")))
 
-        return observe
-
     monkeypatch.setattr(running, "SHOW_SECONDS", 0.0)
     monkeypatch.setattr(running, "SHOW_SHARE", 1e9)
-    running.run(make_config(SETTINGS, "test"), watched, observer=attach)
+    running.run(make_config(SETTINGS, "test"), watched, callbacks=[Look()])
     history, lines = zip(*seen, strict=True)
     assert list(history) == sorted(history) and 0 < history[-2] <= len(seen) - 2
     assert list(lines) == sorted(lines) and lines[-2] > lines[1] > 0

@@ -35,6 +35,7 @@ VALUES: dict[str, Any] = {
     "until": 5.5,
     "versions": 7,
     "messages": 30,
+    "stop": "early:patience=3,min_delta=0.01,figure=loss",
     "concurrency": 2,
     "refill": "same",
     "devices": "two-speed:slow=0.5",
@@ -65,6 +66,7 @@ VALUES: dict[str, Any] = {
     "seed": 3,
     "check": True,
     "events": True,
+    "log": "wandb:project=mine",
 }
 
 

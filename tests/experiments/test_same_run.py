@@ -250,13 +250,14 @@ def test_a_run_from_python_resumes_bit_by_bit(tmp_path, strategy):
     stopped = tmp_path / "stopped"
     calls = iter(range(1000))
 
-    def interrupt(simulator, updates):
-        return lambda event: next(calls) == 40 and signal.raise_signal(signal.SIGINT)
+    class Interrupt(pt.Callback):
+        def event(self, event):
+            if next(calls) == 40:
+                signal.raise_signal(signal.SIGINT)
 
-    with pytest.MonkeyPatch.context() as patch:
-        drive = run_module.drive
-        patch.setattr(run_module, "drive", lambda *given: drive(*given[:3], interrupt))
-        half = pt.simulate(given(), strategy=local(strategy), out=stopped, **settings)
+    half = pt.simulate(
+        given(), strategy=local(strategy), out=stopped, callbacks=[Interrupt()], **settings
+    )
     assert not half.summary["complete"]
     with pytest.raises(PolytempoError, match="already holds a run"):
         pt.simulate(given(), strategy=local(strategy), out=stopped, **settings)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from polytempo.core.errors import PolytempoError
+from polytempo.experiments.callbacks import Callbacks
 from polytempo.experiments.config import make_config
 from polytempo.experiments.fleet import Watch
 from polytempo.experiments.fleet_plan import make_node, undertaking
@@ -76,7 +77,14 @@ def _serve(spec: Spec, folder: Path, orders: Connection) -> None:
     node = make_node(what, Patience(float("inf")))
     folds = _Timed(strategy)
     multicasts: list[tuple[int, float]] = []
-    watch = Watch(node, what.problem, folder, lambda done, updates, state: None, lambda event: None)
+    watch = Watch(
+        node,
+        what.problem,
+        folder,
+        report=lambda done, updates, state: None,
+        say=lambda event: None,
+        callbacks=Callbacks(()),
+    )
 
     def listen(event: Any) -> None:
         if event.kind == "multicast":

@@ -67,7 +67,7 @@ def replay_command(
         for name in strategy:
             config = in_simulator(folder, name, data=data, updates=updates)
             place = folder / "replay" / slug(name)
-            found[f"{name}, simulated"] = settle(config, place, load, progress.watch(name))
+            found[f"{name}, simulated"] = settle(config, place, load, [progress.watch(name)])
     if as_json:
         output.print_json(data={label: result.summary for label, result in found.items()})
     else:

@@ -21,6 +21,7 @@ from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult, about_clusters, about_guards
 from polytempo.experiments.run import resume, run
 
+CHANGEABLE = ("updates", "workers", "log")  # of a run that is resumed
 FORMS = ("best", "worst10", "newcomers")  # of the metric, shown at the end of a run
 
 
@@ -53,25 +54,24 @@ def run_command(
     with RunProgress(quiet=as_json) as progress:
         if resume_from is not None:
             resume_from = resume_from.expanduser()
-            updates, workers = settings.pop("updates", None), settings.pop("workers", None)
+            kept = {name: settings.pop(name, None) for name in CHANGEABLE}
             if settings or config or out:
                 name = "config" if config else "out" if out else next(iter(settings))
                 raise PolytempoError(
-                    f"--resume takes its settings from {resume_from}; only --updates and --workers "
-                    f"can be changed, not --{name.replace('_', '-')}"
+                    f"--resume takes its settings from {resume_from}; only --updates, --workers "
+                    f"and --log can be changed, not --{name.replace('_', '-')}"
                 )
             folder = resume_from
-            observer = progress.watch(folder.name)
             with viewed(folder, live):
-                result = resume(folder, updates=updates, workers=workers, observer=observer)
+                result = resume(folder, **kept, callbacks=[progress.watch(folder.name)])
         else:
             if live:
                 settings["events"] = True
             chosen = make_config({**(read_config(config) if config else {}), **settings}, "run")
-            observer = progress.watch(str(chosen.strategy_table["name"]))
+            bar = progress.watch(str(chosen.strategy_table["name"]))
             place = nullcontext(out.expanduser()) if out else new_folder(of_run(chosen))
             with place as folder, viewed(folder, live):
-                result = run(chosen, folder, observer=observer)
+                result = run(chosen, folder, callbacks=[bar])
     if as_json:
         output.print_json(data=result.summary)
     else:
@@ -104,6 +104,7 @@ def about_run(result: RunResult, folder: Path) -> dict[str, str]:
         "clusters": "-" if summary["clusters"] is None else about_clusters(summary),
         result.clock: f"{result.seconds_taken:,.1f} s for {summary['arrivals']} "
         + ("local rounds" if "exchange" in sent else "updates"),
+        "stopped early": summary.get("stopped") or "-",
         "staleness": f"{summary['staleness_mean']:.1f} updates on average"
         if summary["staleness"]
         else "-",
@@ -126,6 +127,9 @@ def about_run(result: RunResult, folder: Path) -> dict[str, str]:
             f" (squared lengths; the gradient's {found['gradient']:.2g}); see diagnosis.png"
         )
     rows |= about_guards(summary)
-    rare = (f"{name}, newcomers", "clusters", "staleness", "wall time", "fingerprint")
+    rare = (
+        *(f"{name}, newcomers", "clusters", "stopped early", "staleness", "wall time"),
+        "fingerprint",
+    )
     nothing = [key for key in rare if rows[key] == "-"]
     return {key: value for key, value in rows.items() if key not in nothing}

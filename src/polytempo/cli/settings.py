@@ -23,7 +23,8 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
         def wrapper(**given: Any) -> None:
             settings = {name: given.pop(name) for name in names}
-            command(settings={k: v for k, v in settings.items() if v is not None}, **given)
+            given["settings"] = {k: v for k, v in settings.items() if v not in (None, [])}
+            command(**given)
 
         signature = inspect.Signature([*mine, *options])
         wrapper.__signature__ = signature  # type: ignore[attr-defined]
@@ -54,12 +55,12 @@ def _option(name: str) -> inspect.Parameter:
     )
 
 
-def _plain(annotation: Any) -> type:
-    """The type that the command line reads: bool, int, float, else text."""
+def _plain(annotation: Any) -> Any:
+    """The type that the command line reads: bool, int, float, a list of texts, else text."""
     found = list(typing.get_args(annotation)) or [annotation]
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         found = [typing.get_args(a)[0] if typing.get_origin(a) is Annotated else a for a in found]
     for kind in (bool, int, float):
         if kind in found:
             return kind
-    return str
+    return list[str] if any(typing.get_origin(each) is list for each in found) else str

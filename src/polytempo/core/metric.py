@@ -25,7 +25,7 @@ RESERVED = (  # columns of a history, keys of result.json and attributes of a re
     *("summary", "history", "simulator", "interrupted", "value", "adapted", "final", "curve"),
     *("plot", "model", "fine_tuned", "adaptation_time", "clock", "seconds_taken", "extensions"),
     *("all_extensions", "clients", "rows", "name", "group", "samples", "tested", "slowdown"),
-    *("updates", "restore", "save_model", "frame", "attack", "privacy", "defence"),
+    *("updates", "restore", "save_model", "frame", "attack", "privacy", "defence", "stopped"),
 )
 _SMALL, _LARGE = 1e-4, 1e7  # beyond these, numbers are written with an exponent
 

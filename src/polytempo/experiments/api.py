@@ -14,6 +14,7 @@ from polytempo.data import Federation
 from polytempo.experiments import compare as comparisons
 from polytempo.experiments import run as runs
 from polytempo.experiments import sweep as sweeps
+from polytempo.experiments.callbacks import Callback
 from polytempo.experiments.compare import Comparison
 from polytempo.experiments.config import FEDERATION
 from polytempo.experiments.jobs import Watch
@@ -34,6 +35,7 @@ def simulate(
     updates: int = 400,
     out: str | Path | None = None,
     resume: bool = False,
+    callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     **settings: Any,
 ) -> RunResult:
@@ -49,6 +51,7 @@ def simulate(
     of the checkpoint. Settings left open are as they were: a run that is extended keeps its
     `eval_every`, and equals one that had it, and all the updates, from the beginning.
 
+    `callbacks`: are told of all that happens, and may end the run (see docs/callbacks.md).
     `progress`: whether there is a bar (None: in a terminal or a notebook).
     """
     chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
@@ -62,15 +65,15 @@ def simulate(
     config = described({"updates": updates, **settings}, "simulate", data, model, chosen)
     federation = load_federation(config) if isinstance(federation, str) else federation
     with RunProgress(quiet=None if progress is None else not progress) as bars:
-        observer = bars.watch(str(config.strategy_table["name"]))
+        told = [bars.watch(str(config.strategy_table["name"])), *callbacks]
         if out is None:
             if resume:
                 raise PolytempoError(
                     "simulate: resume=True needs out=FOLDER, the folder of the run"
                 )
-            return in_memory(config, federation, model, chosen, observer)
+            return in_memory(config, federation, model, chosen, told)
         folder = Path(out).expanduser()
-        return in_folder(config, folder, federation, model, chosen, observer, resume)
+        return in_folder(config, folder, federation, model, chosen, told, resume)
 
 
 def resume(
@@ -81,13 +84,14 @@ def resume(
     workers: int | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
+    callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> RunResult:
     """Resume the run in a folder from its checkpoint, optionally for more updates: bit for bit as
     if it had never stopped.
 
     What the folder does not hold must be given as it was: a `federation` of your own data, a
-    `model` or a `strategy` that cannot be imported by its name.
+    `model` or a `strategy` that cannot be imported by its name, `callbacks`.
     """
     place = Path(folder).expanduser()
     with RunProgress(quiet=None if progress is None else not progress) as bars:
@@ -95,7 +99,7 @@ def resume(
             place,
             updates=updates,
             workers=workers,
-            observer=bars.watch(place.name),
+            callbacks=[bars.watch(place.name), *callbacks],
             federation=federation,
             model=model,
             strategy=copy.copy(strategy),
@@ -134,6 +138,7 @@ def compare(
     fine_tuned: bool = False,
     references: bool = False,
     fairness: bool = False,
+    callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     **settings: Any,
 ) -> Comparison:
@@ -144,6 +149,7 @@ def compare(
     and what it holds already is not run again: call it again after an interruption, or with more
     strategies or seeds. `target`: the value of the metric, or the strategy, that times are compared
     at. `fine_tuned`, `references`, `fairness`: further rows and columns, as of `polytempo compare`.
+    `callbacks`: are told of one run after the other.
     """
     named, given = _objects(federation, model, settings, "compare")
     with RunProgress(quiet=None if progress is None else not progress) as bars:
@@ -157,6 +163,7 @@ def compare(
             references=references,
             fairness=fairness,
             watch=lambda label, seed: bars.watch(f"{label} seed {seed}"),
+            callbacks=callbacks,
             **given,
         )
 
@@ -173,6 +180,7 @@ def sweep(
     interval: Interval = "std",
     out: str | Path | None = None,
     jobs: int = 1,
+    callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     **settings: Any,
 ) -> Sweep:
@@ -182,7 +190,8 @@ def sweep(
     options of a setting are `"strategy.alpha"`. `federation`, `model`, `settings` and `out` are as
     for `compare`. `baseline`: values that every point is tested against, such as
     `{"strategy": "fedbuff"}`; `figure`: what is tested (handed, best, adapted, worst10). `jobs`:
-    runs at once, each in a process, if data and model are given by name and there is a folder.
+    runs at once, each in a process, if data and model are given by name, there is a folder, and
+    there are no `callbacks`.
     """
     named, given = _objects(federation, model, settings, "sweep")
     if jobs > 1:
@@ -204,6 +213,7 @@ def sweep(
         interval=interval,
         jobs=jobs,
         progress=bars,
+        callbacks=callbacks,
         **given,
     )
 

@@ -15,6 +15,7 @@ from polytempo.core.metric import MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.about import origin, read_about
+from polytempo.experiments.callbacks import Callback
 from polytempo.experiments.config import EXECUTION, RunConfig, difference, read_config
 from polytempo.experiments.folders import slug, spelled
 from polytempo.experiments.peer_settings import of_comparison
@@ -28,7 +29,6 @@ from polytempo.experiments.result import (
     write_table,
 )
 from polytempo.experiments.run import (
-    Attach,
     LastFederation,
     described,
     holds_run,
@@ -58,7 +58,7 @@ PLOTS = {  # of single runs that a comparison shows, too
     "staleness.png": "staleness",
 }
 REFERENCES = ("standalone", "majority")
-Watch = Callable[[str, int], Attach]  # given the strategy and the seed
+Watch = Callable[[str, int], Callback]  # given the strategy and the seed
 Load = Callable[[RunConfig], Federation]
 
 
@@ -230,6 +230,7 @@ def compare(
     references: bool = False,
     fairness: bool = False,
     watch: Watch | None = None,
+    callbacks: Sequence[Callback] = (),
     federation: Federation | None = None,
     model: Model | None = None,
 ) -> Comparison:
@@ -270,9 +271,9 @@ def compare(
         if label in failed:
             continue
         place = None if folder is None else folder / slug(label) / f"seed{seed}"
-        observer = watch(label, seed) if watch else None
+        told = [*([watch(label, seed)] if watch else []), *callbacks]
         try:
-            result = settle(config, place, load, observer, model, chosen[label])
+            result = settle(config, place, load, told, model, chosen[label])
         except Diverged as error:
             failed[label] = f"{label}, seed {seed}: {error}"
             continue
@@ -294,7 +295,7 @@ def settle(
     config: RunConfig,
     place: Path | None,
     load: Load,
-    observer: Attach | None = None,
+    callbacks: Sequence[Callback] = (),
     model: Model | None = None,
     strategy: Strategy | None = None,
 ) -> RunResult:
@@ -305,17 +306,19 @@ def settle(
     federation, strategy = load(config), copy.copy(strategy)
     if place is None:
         made = strategy or config.make("strategy")
-        return in_memory(config, federation, model or config.model, made, observer)
+        return in_memory(config, federation, model or config.model, made, callbacks)
     given: Given = {"federation": federation, "model": model, "strategy": strategy}
     if holds_run(place):
-        result = _continue(place, config, observer, given)
+        result = _continue(place, config, callbacks, given)
     else:
-        result = run(config, place, observer=observer, **given)
+        result = run(config, place, callbacks=callbacks, **given)
     rows, made_again = result.clients, lambda: restored(place, **given)
     return replace(result, simulator=None, extensions=(), rows=rows, restore=made_again)
 
 
-def _continue(place: Path, config: RunConfig, observer: Attach | None, given: Given) -> RunResult:
+def _continue(
+    place: Path, config: RunConfig, callbacks: Sequence[Callback], given: Given
+) -> RunResult:
     found = read_config(place / "config.toml")
     strategy, federation = given["strategy"], given["federation"]
     wanted = resolve(config, federation, strategy)
@@ -329,7 +332,7 @@ def _continue(place: Path, config: RunConfig, observer: Attach | None, given: Gi
         result = read_result(place)
         if result.summary["complete"]:
             return result
-    return resume(place, workers=config.workers, observer=observer, **given)
+    return resume(place, workers=config.workers, log=config.log, callbacks=callbacks, **given)
 
 
 def _goal(target: str | None, labels: Sequence[str], metric: MetricInfo) -> float | str:

@@ -28,6 +28,8 @@ from polytempo.core.schedule import SCHEDULES
 from polytempo.core.strategy import Refill, Strategy
 from polytempo.core.task import Task
 from polytempo.data import PARTITIONS, SHIFTS, Federation
+from polytempo.experiments.callbacks import STOPS, Callback
+from polytempo.experiments.loggers import LOGS
 from polytempo.files import replace_text
 from polytempo.models import trained_parts
 from polytempo.native.sweep import compiled_sweep, on_threads
@@ -52,6 +54,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "compress": COMPRESSIONS,
     "attack": ATTACKS,
     "defend": DEFENCES,
+    "stop": STOPS,
 }
 _TASK = Task()
 
@@ -143,6 +146,11 @@ class RunConfig(BaseModel):
     )
     until: Annotated[float, Field(gt=0)] | None = Field(
         None, description="end the run early at this simulated time (seconds)"
+    )
+    stop: Spec | None = Field(
+        None,
+        description="end the run early once it no longer gets better: early:patience=10 "
+        "(evaluations), with min_delta and figure",
     )
     concurrency: Annotated[int, Field(ge=1)] | None = Field(
         None,
@@ -247,6 +255,11 @@ class RunConfig(BaseModel):
     seed: int = Field(0, description="seed of everything that is random")
     check: bool = Field(False, description="verify the simulator's invariants while running")
     events: bool = Field(False, description="write every event to events.jsonl")
+    log: list[Spec] | None = Field(
+        None,
+        description=f"also log the history, settings and figures to: {', '.join(LOGS)}, each with "
+        "its options; may be repeated",
+    )
 
     @pydantic.field_validator(*REGISTRIES)
     @classmethod
@@ -255,6 +268,18 @@ class RunConfig(BaseModel):
             return None
         registry = REGISTRIES[str(info.field_name)]
         return registry.describe(registry.create(value))
+
+    @pydantic.field_validator("log", mode="before")
+    @classmethod
+    def _known_logs(cls, value: Any) -> list[Spec] | None:
+        """One need not be written as a list."""
+        given = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        found: list[Spec] = [LOGS.describe(LOGS.create(each)) for each in given]
+        names = [each["name"] for each in found if isinstance(each, dict)]
+        for name in names:
+            if names.count(name) > 1:
+                raise PolytempoError(f"log {name} is there twice; name it once")
+        return found or None
 
     @pydantic.field_validator("trainable")
     @classmethod
@@ -321,6 +346,11 @@ class RunConfig(BaseModel):
         """What every client does to its upload, whatever the strategy."""
         return tuple(step for step in map(self.make, ("dp", "compress")) if step is not None)
 
+    def callbacks(self) -> list[Callback]:
+        """What ends the run early, and its logs."""
+        stop = self.make("stop")
+        return [*([] if stop is None else [stop]), *map(LOGS.create, self.log or ())]
+
     def ends(self) -> Ends:
         """What ends the run, other than the number of updates."""
         given = {name: getattr(self, name) for name in Ends.__annotations__}
@@ -371,10 +401,10 @@ RENAMED = {  # what a setting was called before, or is elsewhere
     "slots": "concurrency",
     "cohort": "concurrency (of synchronous methods, the size of the cohort)",
 }
-EXECUTION = ("workers", "backend")  # has no influence on any result
+EXECUTION = ("workers", "backend", "log")  # has no influence on any result
 # What may change when a run is resumed: how long it is, whether it is verified along the way, and
 # where its data are (they are identified by their digest).
-RESUMABLE = (*EXECUTION, *("updates", "versions", "until", "check", "data_dir"))
+RESUMABLE = (*EXECUTION, *("updates", "versions", "until", "stop", "check", "data_dir"))
 # What is filled in when a run begins, if it was left open.
 FILLED = ("data_dir", "clients", "partition", "concurrency", "refill", "eval_every")
 FEDERATION = (

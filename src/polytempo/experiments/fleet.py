@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from polytempo.core import events
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments.about import write_about
+from polytempo.experiments.callbacks import Callbacks, Run
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.fleet_plan import (
     Undertaking,
@@ -27,7 +28,7 @@ from polytempo.experiments.fleet_plan import (
     one_order,
     save_beginning,
 )
-from polytempo.experiments.fleet_result import History, Outlook, account_of, each_client
+from polytempo.experiments.fleet_result import History, Outlook, Row, account_of, each_client
 from polytempo.experiments.fleet_settings import (
     AUTO,
     own_problem,
@@ -84,22 +85,30 @@ class Site:
 
 
 class Watch:
-    """Watches a server: its progress for people, its tables on disk."""
+    """Watches a server: its progress for people, its tables on disk, its logs."""
 
     def __init__(
-        self, node: ServerNode, problem: Problem, folder: Path, report: Report, say: Say
+        self,
+        node: ServerNode,
+        problem: Problem,
+        folder: Path,
+        report: Report,
+        say: Say,
+        callbacks: Callbacks,
     ) -> None:
         self.node, self.problem, self.folder = node, problem, folder
+        self.callbacks = callbacks
         self.history = History(node, problem)
         self._report, self._say = report, say
         self._shown = self._written = 0.0
-        self._told = 0  # rows of the history
+        self._told = self._logged = 0  # rows of the history
 
     def __call__(self, event: events.Event) -> None:
         found = events.as_dict(event)
         if "client" in found:
             found["name"] = self.node.roster[found["client"]]
         self._say(found)
+        self.callbacks.event(event)
         now = time.monotonic()
         if now > self._shown + SHOW_SECONDS:
             self._shown = now
@@ -119,6 +128,13 @@ class Watch:
         for row in rows[self._told :]:
             self._say({"event": "evaluated", **row})
         self._told = len(rows)
+        self.log(rows[:-1])  # clients still answer the last exam
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Tell the callbacks of those that they do not know. (Their answers end simulations.)"""
+        for row in rows[self._logged :]:
+            self.callbacks.evaluated(row)
+            self._logged += 1
 
     def write(self) -> None:
         """What can be looked at while the run goes on."""
@@ -146,10 +162,13 @@ def conduct(
         stack.enter_context(one_order())
         what = continued(what, out)
         config, node = what.config, make_node(what, site.patience, site.wait_for)
+        everybody = Callbacks(config.callbacks())
+        beginning = Run(config.settings(), what.problem.metrics[0], out)
+        stack.enter_context(everybody.during(beginning))
         if not (out / JOURNAL).exists():  # what a resumed run depends on is there before the run
             write_config(out / "config.toml", config)
             save_beginning(out, what)
-        watch = Watch(node, what.problem, out, report, say)
+        watch = Watch(node, what.problem, out, report, say, everybody)
         server = FleetServer(
             node,
             Store(out),
@@ -172,11 +191,13 @@ def conduct(
         say({"event": "listening", "address": server.address})
         complete = server.run(interrupted or threading.Event())
         watch.show()
+        watch.log(watch.history.rows)
         wall = {"total": time.monotonic() - began}
         account = account_of(node, watch.history, what.about, wall)
         asked = interrupted is not None and interrupted.is_set()
         result = result_of(account, config.strategy_table, complete, asked)
         write_result(out, result, config.settings())
+        everybody.end(result)
         say({"event": "finished", "result": result.summary})
     return result
 

@@ -20,11 +20,10 @@ from time import monotonic
 
 from polytempo.core.errors import Diverged, PolytempoError
 from polytempo.core.events import Evaluate, Event
+from polytempo.experiments.callbacks import Callback, Row, Run
 from polytempo.experiments.compare import settle
 from polytempo.experiments.config import RunConfig
-from polytempo.experiments.run import Attach, LastFederation, interruptible
-from polytempo.simulation import Engine
-from polytempo.simulation.engine import Observer
+from polytempo.experiments.run import LastFederation, interruptible
 
 Report = Callable[[int, int, str], None]  # updates so far, of how many, and how it goes
 Watch = Callable[[str], Report]  # given the label of a run that begins
@@ -49,27 +48,33 @@ class Ended:
     diverged: str | None = None
 
 
-def reporting(report: Report) -> Attach:
+class Reporting(Callback):
     """Reports on a run now and then: updates, simulated time and the latest value of the metric."""
 
-    def attach(simulator: Engine, updates: int) -> Observer:
-        shown = 0.0
+    def __init__(self, report: Report) -> None:
+        self._report = report
 
-        def observe(event: Event | None = None) -> None:
-            nonlocal shown
-            due = event is None or isinstance(event, Evaluate)
-            if not due and monotonic() < shown + _INTERVAL:
-                return
-            shown = monotonic()
-            metric, history = simulator.metric, simulator.history
-            value = metric.text(history[-1][metric.name] if history else None)
-            state = f"t={simulator.time:,.1f}s  {metric.name} {value}"
-            report(simulator.updates, updates, state)
+    def start(self, run: Run) -> None:
+        self._metric, self._updates = run.metric, run.settings["updates"]
+        self._value: float | None = None
+        self._show(0, 0.0)
 
-        observe()
-        return observe
+    def event(self, event: Event) -> None:
+        if isinstance(event, Evaluate):
+            self._value = event.value
+        elif monotonic() < self._shown + _INTERVAL:
+            return
+        self._show(event.updates, event.time)
 
-    return attach
+    def evaluated(self, row: Row) -> None:
+        """A run that is resumed is that far already."""
+        self._value = row[self._metric.name]
+        self._show(row["updates"], row["time"])
+
+    def _show(self, done: int, time: float) -> None:
+        self._shown = monotonic()
+        state = f"t={time:,.1f}s  {self._metric.name} {self._metric.text(self._value)}"
+        self._report(done, self._updates, state)
 
 
 def carry_out_all(orders: Sequence[Order], at_once: int, watch: Watch) -> Iterator[Ended]:
@@ -81,15 +86,15 @@ def carry_out_all(orders: Sequence[Order], at_once: int, watch: Watch) -> Iterat
 def _in_turn(orders: Sequence[Order], watch: Watch) -> Iterator[Ended]:
     load = LastFederation()
     for order in orders:
-        ended, interrupted = _settled(order, load, reporting(watch(order.label)))
+        ended, interrupted = _settled(order, load, Reporting(watch(order.label)))
         yield ended
         if interrupted:
             return
 
 
-def _settled(order: Order, load: LastFederation, observer: Attach) -> tuple[Ended, bool]:
+def _settled(order: Order, load: LastFederation, progress: Callback) -> tuple[Ended, bool]:
     try:
-        result = settle(order.config, order.folder, load, observer)
+        result = settle(order.config, order.folder, load, [progress])
     except Diverged as error:
         return Ended(order, False, str(error)), False
     complete = bool(result.summary["complete"])
@@ -169,11 +174,16 @@ def _stop(running: Iterable[_Running]) -> None:
 def _child(order: Order, to: Connection) -> None:
     """In a process of its own, and out of reach of Ctrl-C, which the parent passes on."""
     os.setpgrp()
+
+    def send(*said: object) -> None:
+        try:
+            to.send(said)
+        except BrokenPipeError:  # the parent was killed: the last checkpoint is what remains
+            sys.exit(1)
+
     try:
-        observer = reporting(lambda *said: to.send(("report", *said)))
-        ended, _ = _settled(order, LastFederation(), observer)
-        to.send(("ended", ended.complete, ended.diverged))
+        progress = Reporting(lambda *said: send("report", *said))
+        ended, _ = _settled(order, LastFederation(), progress)
+        send("ended", ended.complete, ended.diverged)
     except PolytempoError as error:
-        to.send(("failed", str(error)))
-    except BrokenPipeError:  # the parent was killed: the last checkpoint is what remains
-        sys.exit(1)
+        send("failed", str(error))

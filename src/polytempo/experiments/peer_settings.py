@@ -38,6 +38,8 @@ END = "a peer ends at its target (--updates or p2p:target=500) or budget (--mess
 SIMULATED = {  # what peers on a network have instead
     "versions": END,
     "until": END,
+    "stop": END,
+    "log": "every peer writes its own history",
 }
 # Of a comparison's settings, which are the same for all strategies: meant for those with a server.
 NOT_SHARED = ("epochs", "steps", "keep_optimizer", "bank")

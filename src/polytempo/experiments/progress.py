@@ -15,8 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from polytempo.experiments.jobs import Report, reporting
-from polytempo.experiments.run import Attach
+from polytempo.experiments.jobs import Report, Reporting
 
 
 class RunProgress:
@@ -48,9 +47,9 @@ class RunProgress:
         if self._bars.live.is_started:
             self._bars.stop()
 
-    def watch(self, label: str) -> Attach:
+    def watch(self, label: str) -> Reporting:
         """A bar for a run in this process."""
-        return reporting(self.bar(label))
+        return Reporting(self.bar(label))
 
     def bar(self, label: str) -> Report:
         """A bar with updates, simulated time and the latest value of the metric."""

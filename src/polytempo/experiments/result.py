@@ -306,6 +306,7 @@ class Account:
     memory: float = 0.0  # bytes of workers
     fingerprint: str = ""
     adaptation_time: float | None = None
+    stopped: str | None = None  # why it ended early
     extensions: Sequence[Extension] = ()
 
 
@@ -331,6 +332,7 @@ def summarise(
         memory=simulator.backend.worker_memory,
         fingerprint=simulator.fingerprint,
         adaptation_time=simulator.adaptation_time(),
+        stopped=simulator.stopped,
         extensions=list(simulator.extensions.values()),
     )
     result = result_of(account, strategy, complete, interrupted)
@@ -350,6 +352,7 @@ def result_of(
             "options": {key: value for key, value in strategy.items() if key != "name"},
             "seed": run.seed,
             "complete": complete,
+            "stopped": run.stopped,
             "federation": run.about,
             "metric": metric.about,
             **_of_metrics(history, run.problem),

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,13 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Kind, State, Strategy
 from polytempo.data import Federation
 from polytempo.experiments.about import write_about
+from polytempo.experiments.callbacks import Callback, Callbacks, Run
 from polytempo.experiments.config import (
     FEDERATION,
     FILLED,
     RESUMABLE,
     RunConfig,
+    Spec,
     difference,
     make_config,
     read_config,
@@ -36,7 +38,7 @@ from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build, tokenizer
 from polytempo.models.pretrained import path_of
 from polytempo.simulation import Engine, PeerSimulator, Simulator
-from polytempo.simulation.engine import Observer, World
+from polytempo.simulation.engine import World
 from polytempo.simulation.reference import Constants, PooledData
 from polytempo.simulation.simulator import concurrency_of
 from polytempo.storage import load_state, save_state
@@ -49,7 +51,6 @@ class Flush(Protocol):
     def __call__(self, durable: bool = True) -> None: ...
 
 
-Attach = Callable[[Engine, int], Observer]  # given the number of updates
 GIVEN = "given in Python: "  # what the folder of a run from Python says of its data
 SMALL = 1e10  # operations: below that, starting worker processes does not pay
 CHECKPOINT = "checkpoint.safetensors"
@@ -84,16 +85,17 @@ def in_memory(
     federation: Federation,
     model: Model,
     strategy: Strategy,
-    observer: Attach | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """A run that leaves no folder."""
     config = resolve(config, federation, strategy)
     simulator = make_simulator(config, federation, model, strategy)
     peak_memory(reset=True)
-    if observer:
-        simulator.observers.append(observer(simulator, config.updates))
-    simulator.run(config.updates, **config.ends())
-    return summarise(simulator, config.strategy_table, complete=True)
+    with watched(simulator, config, None, callbacks) as end:
+        simulator.run(config.updates, **config.ends())
+        result = summarise(simulator, config.strategy_table, complete=True)
+        end(result)
+    return result
 
 
 def in_folder(
@@ -102,7 +104,7 @@ def in_folder(
     federation: Federation,
     model: Model,
     strategy: Strategy,
-    observer: Attach | None = None,
+    callbacks: Sequence[Callback] = (),
     resume: bool = False,
 ) -> RunResult:
     """A run from Python. With `resume`, the one that the folder holds, if any, goes on."""
@@ -112,14 +114,14 @@ def in_folder(
             _must_be_new(folder)
         config = resolve(_as_it_was(config, state, strategy), federation, strategy)
         simulator = make_simulator(config, federation, model, strategy)
-        return _go_on(simulator, config, folder, state, observer)
+        return _go_on(simulator, config, folder, state, callbacks)
 
 
 def run(
     config: RunConfig,
     folder: Path,
     *,
-    observer: Attach | None = None,
+    callbacks: Sequence[Callback] = (),
     federation: Federation | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
@@ -130,7 +132,7 @@ def run(
     simulator = make_simulator(config, federation, model or config.model, strategy)
     with Claim(folder):
         _must_be_new(folder)
-        return drive(simulator, config, folder, observer)
+        return drive(simulator, config, folder, callbacks)
 
 
 def resolve(
@@ -160,15 +162,16 @@ def resume(
     *,
     updates: int | None = None,
     workers: int | None = None,
-    observer: Attach | None = None,
+    log: Sequence[Spec] | None = None,
+    callbacks: Sequence[Callback] = (),
     federation: Federation | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
 ) -> RunResult:
-    """Resume the run in a folder from its checkpoint (optionally for more updates, or with another
-    number of workers). What the folder does not hold must be given as it was: a federation of the
-    user's own, a model or a strategy that cannot be imported."""
-    given = {"updates": updates, "workers": workers}
+    """Resume the run in a folder from its checkpoint (optionally for more updates, with another
+    number of workers, or with other logs). What the folder does not hold must be given as it was:
+    a federation of the user's own, a model or a strategy that cannot be imported, callbacks."""
+    given = {"updates": updates, "workers": workers, "log": log}
     changed = {key: value for key, value in given.items() if value is not None}
     config = kept_settings(folder, federation, model, strategy, changed)
     with Claim(folder):
@@ -177,7 +180,7 @@ def resume(
         federation = federation or load_federation(config)
         config = resolve(config, federation, strategy)
         simulator = make_simulator(config, federation, model or config.model, strategy)
-        return _go_on(simulator, config, folder, state, observer)
+        return _go_on(simulator, config, folder, state, callbacks)
 
 
 def restored(
@@ -269,7 +272,7 @@ def _go_on(
     config: RunConfig,
     folder: Path,
     state: State | None,
-    observer: Attach | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     with simulator.backend:  # workers are forked: better before the models are there
         if state is not None:
@@ -279,7 +282,7 @@ def _go_on(
                 f"{folder} has already folded {simulator.updates} updates; ask for more "
                 f"--updates than {config.updates}"
             )
-        return drive(simulator, config, folder, observer)
+        return drive(simulator, config, folder, callbacks)
 
 
 def load_federation(config: RunConfig) -> Federation:
@@ -470,16 +473,21 @@ def drive(
     simulator: Engine,
     config: RunConfig,
     folder: Path,
-    observer: Attach | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
     diverges, or the disk is full, it can be resumed from the last checkpoint; the history and
     the tables may be a little ahead of that until then."""
+    with watched(simulator, config, folder, callbacks) as end:
+        result = _drive(simulator, config, folder)
+        end(result)
+    return result
+
+
+def _drive(simulator: Engine, config: RunConfig, folder: Path) -> RunResult:
     write_config(folder / "config.toml", config)
     write_about(folder, simulator.metric, simulator.federation.description)
     peak_memory(reset=True)
-    if observer:
-        simulator.observers.append(observer(simulator, config.updates))
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
         last, over = time.monotonic(), False
         next_show = last + SHOW_SECONDS
@@ -520,6 +528,20 @@ def drive(
         result = summarise(simulator, config.strategy_table, complete, interrupted.is_set())
     write_result(folder, result, config.settings())
     return result
+
+
+@contextmanager
+def watched(
+    simulator: Engine, config: RunConfig, folder: Path | None, callbacks: Sequence[Callback]
+) -> Iterator[Callable[[RunResult], None]]:
+    """These callbacks, and those of the settings, are told of the run. Yields what is to be called
+    at the end."""
+    everybody = Callbacks((*callbacks, *config.callbacks()))
+    beginning = Run(config.settings(), simulator.metric, folder)
+    with simulator.backend, everybody.during(beginning):  # fork workers before anybody has threads
+        simulator.observers.append(everybody.event)
+        simulator.judges.append(everybody.evaluated)
+        yield everybody.end
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from typing import Any
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.data import Federation
+from polytempo.experiments.callbacks import Callback
 from polytempo.experiments.compare import settle
 from polytempo.experiments.config import FEDERATION, RunConfig
 from polytempo.experiments.folders import slug
 from polytempo.experiments.grid import Grid, Values, label_of, points_of, with_values, word
-from polytempo.experiments.jobs import Order, Watch, carry_out_all, reporting
+from polytempo.experiments.jobs import Order, Reporting, Watch, carry_out_all
 from polytempo.experiments.result import (
     RunResult,
     as_frame,
@@ -183,6 +184,7 @@ def sweep(
     interval: Interval = "std",
     jobs: int = 1,
     progress: Progress,
+    callbacks: Sequence[Callback] = (),
     federation: Federation | None = None,
     model: Model | None = None,
 ) -> Sweep:
@@ -193,10 +195,11 @@ def sweep(
     _check_baseline(baseline, points)
     if figure not in FIGURES:
         raise PolytempoError(f"sweep: no figure {figure!r}{nearest(figure, FIGURES)}")
-    if jobs > 1 and (folder is None or federation is not None or model is not None):
+    objects = federation is not None or model is not None or bool(callbacks)
+    if jobs > 1 and (folder is None or objects):
         raise PolytempoError(
-            "sweep: several runs at once need a folder, and data and model by name, because each "
-            "is a process of its own; omit jobs, or give names and out=FOLDER"
+            "sweep: several runs at once need a folder, data and model by name, and no callbacks, "
+            "because each is a process of its own; omit jobs, or give names and out=FOLDER"
         )
     for name in {name.partition(".")[0] for name in grid}:
         if (name == "model" and model is not None) or (name in FEDERATION and federation):
@@ -204,8 +207,8 @@ def sweep(
     runs = list(_runs(points, settings, folder, seeds, federation, model))
     updates = sum(run.config.updates for run in runs if not _is_done(run.place))
     with progress(updates) as watch:
-        if folder is None or federation is not None or model is not None:
-            results, failed = _here(runs, federation, model, watch)
+        if folder is None or objects:
+            results, failed = _here(runs, federation, model, watch, callbacks)
         else:
             results, failed = _in_folders(runs, jobs, watch)
     wanted = range(len(points))
@@ -270,7 +273,11 @@ Outcome = tuple[dict[tuple[int, int], RunResult], dict[tuple[int, int], str]]  #
 
 
 def _here(
-    runs: Sequence[_Run], federation: Federation | None, model: Model | None, watch: Watch
+    runs: Sequence[_Run],
+    federation: Federation | None,
+    model: Model | None,
+    watch: Watch,
+    callbacks: Sequence[Callback],
 ) -> Outcome:
     """One after the other, in this process, with objects that settings cannot name."""
     load = LastFederation() if federation is None else lambda config: federation
@@ -278,8 +285,9 @@ def _here(
     failed: dict[tuple[int, int], str] = {}
     for run in runs:
         key = run.point, run.seed
+        told = [Reporting(watch(run.label)), *callbacks]
         try:
-            result = settle(run.config, run.place, load, reporting(watch(run.label)), model)
+            result = settle(run.config, run.place, load, told, model)
         except Diverged as error:
             failed[key] = f"{run.label}: {error}"
             continue

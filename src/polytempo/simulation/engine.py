@@ -12,7 +12,7 @@ import heapq
 import math
 import time as wall
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypedDict
@@ -42,6 +42,7 @@ from polytempo.training import PERSONAL, ClientMemory, Exam, Executor, Job, Scor
 FORMAT = 8  # of checkpoints
 NOT_TESTED = Score({})
 Observer = Callable[[events.Event], None]
+Judge = Callable[[Mapping[str, Any]], str | None]  # of a row of the history: why to end the run
 P = ParamSpec("P")
 
 
@@ -128,6 +129,9 @@ class Engine:
         self.fingerprint = ""
         self.started = False
         self.observers: list[Observer] = []
+        self.judges: list[Judge] = []
+        self.judged = 0  # rows of the history that they know
+        self.stopped: str | None = None  # why a judge has ended the run
         self.loggers: list[Callable[[str], None]] = []  # are told of each event as a line of JSON
         self.clock = wall.perf_counter  # what `wall` is measured with
         self.extensions: dict[str, Extension] = {}
@@ -188,12 +192,12 @@ class Engine:
         closing: Callable[[], None] = lambda: None,
     ) -> bool:
         """Run until `updates` trainings are done (in total), what is served has changed `versions`
-        times, `messages` models have been sent, the clock passes `until`, nobody is left, or
-        `stop()` says so between two events. Returns False in that last case.
+        times, `messages` models have been sent, the clock passes `until`, nobody is left, a judge
+        has seen enough, or `stop()` says so between two events. Returns False in that last case.
 
         `closing` is called before the closing evaluation, which would not be there in a longer run:
         what is saved then can be continued as if the run had been longer from the beginning."""
-        self.limit, self.budget = updates, messages
+        self.limit, self.budget, self.stopped = updates, messages, None
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums in one order: same seed, same bits
         try:
@@ -222,6 +226,9 @@ class Engine:
             and self.queue
             and self.queue[0][0] <= until
         ):
+            self.stopped = self._judge()
+            if self.stopped is not None:
+                break
             if stop():
                 return False
             with self._timed("total"):
@@ -234,7 +241,15 @@ class Engine:
             if last[self._adapted] is None and self.adapt_epochs:
                 last |= self.adapted(stop) or {}
             self.backend.drain()
+        self._judge()  # too late to end it
         return last[self._adapted] is not None or not self.adapt_epochs
+
+    def _judge(self) -> str | None:
+        """Tell the judges of new rows, between two events; what the first one says who has seen
+        enough. An engine that was restored tells them all that is in its history."""
+        new, self.judged = self.history[self.judged :], len(self.history)
+        answers = [judge(dict(row)) for row in new for judge in self.judges]
+        return next((answer for answer in answers if answer is not None), None)
 
     # -- looking at it -------------------------------------------------------------------------
 
