@@ -395,7 +395,9 @@ def difference(
     if own and (strategy or wanted.make("strategy")).all_train:
         left.add("concurrency")  # the strategy takes all, whatever was asked for
     names = (ours.keys() | kept.keys()) - left - set(free)
-    return next((name for name in sorted(names) if ours.get(name) != kept.get(name)), None)
+    # The strategy comes first: others are filled in by it.
+    order = sorted(names, key=lambda name: (name != "strategy", name))
+    return next((name for name in order if ours.get(name) != kept.get(name)), None)
 
 
 def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunConfig:
