@@ -59,7 +59,10 @@ def _renamed(error: Exception) -> str | None:
 def _naming_the_value(error: Exception, message: str) -> str:
     """For a value that is none of its option's: which. (Typer says only what it should be.)"""
     found: list[dict[str, object]] = getattr(error.__cause__, "errors", list)()
-    return f"{message}, not {found[0]['input']!r}" if found and "input" in found[0] else message
+    if not found or "input" not in found[0]:
+        return message
+    what, _, _ = message.partition(", unable to parse")
+    return what.replace("value for", f"value {found[0]['input']!r} for", 1)
 
 
 def _shown(usual: Callable[..., None]) -> Callable[..., None]:
@@ -80,7 +83,7 @@ def main() -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _shown(warnings.showwarning)
-            code = app(standalone_mode=False)
+            code = app(prog_name="polytempo", standalone_mode=False)
     except PolytempoError as error:
         complain(str(error))
         code = 2

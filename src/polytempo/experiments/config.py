@@ -366,6 +366,17 @@ RENAMED = {  # what a setting was called before, or is elsewhere
     "slots": "concurrency",
     "cohort": "concurrency (of synchronous methods, the size of the cohort)",
 }
+ELSEWHERE = {  # what other frameworks call a setting, where it does not look alike
+    "learning_rate": "lr",
+    "num_clients": "clients",
+    "n_clients": "clients",
+    "num_rounds": "updates",
+    "n_rounds": "updates",
+    "local_epochs": "epochs",
+    "local_steps": "steps",
+    "dataset": "data",
+    "algorithm": "strategy",
+}
 EXECUTION = ("workers", "backend")  # has no influence on any result
 # What may change when a run is resumed: how long it is, whether it is verified along the way, and
 # where its data are (they are identified by their digest).
@@ -419,7 +430,7 @@ def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunCon
 
 
 def _near(key: str) -> str:
-    return nearest(key, RunConfig.model_fields)
+    return nearest(ELSEWHERE.get(key, key), RunConfig.model_fields)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -245,7 +245,8 @@ def _checkpoint(folder: Path) -> State | None:
         if not previous.exists():
             raise
         state = load_state(previous)
-        warnings.warn(f"{error}. Used instead: {previous}", stacklevel=2)
+        what, _, _ = str(error).partition("; ")  # what to do about it is done here
+        warnings.warn(f"{what}. Used instead: {previous}", stacklevel=2)
         return state
 
 
