@@ -111,7 +111,7 @@ def test_events_are_numbered_without_gaps():
 
 def test_concurrency_is_not_exceeded():
     broken_at(HISTORY, 2, "concurrency is 1", concurrency=1)
-    broken_at(inserted(3, event("dispatch", 0.0, 2, 9)), 3, "only 2 concurrency")
+    broken_at(inserted(3, event("dispatch", 0.0, 2, 9)), 3, "concurrency is 2")
 
 
 def test_a_multicast_takes_no_slot():
