@@ -7,12 +7,15 @@ Nothing heavy is imported here: a command's module is loaded when the command is
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from polytempo.cli.commands import Commands
-from polytempo.cli.console import complain, output
+from polytempo.cli.console import complain, output, warn
 from polytempo.core.errors import PolytempoError
 
 
@@ -53,11 +56,34 @@ def _renamed(error: Exception) -> str | None:
     return f"{option} is now called --{new}" if new else None
 
 
+def _naming_the_value(error: Exception, message: str) -> str:
+    """For a value that is none of its option's: which. (Typer says only what it should be.)"""
+    found: list[dict[str, object]] = getattr(error.__cause__, "errors", list)()
+    if not found or "input" not in found[0]:
+        return message
+    what, _, _ = message.partition(", unable to parse")
+    return what.replace("value for", f"value {found[0]['input']!r} for", 1)
+
+
+def _shown(usual: Callable[..., None]) -> Callable[..., None]:
+    """What we warn the user of is a line like others; warnings of libraries are shown as usual."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
+        if category is UserWarning and Path(__file__).parents[1] in Path(filename).parents:
+            warn(str(message))
+        else:
+            usual(message, category, filename, *rest)
+
+    return show
+
+
 def main() -> None:
     """Entry point: a user's mistake becomes a one-line message, not a traceback."""
     sys.path.insert(0, "")  # so that module:Class finds the user's module in this folder
     try:
-        code = app(standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _shown(warnings.showwarning)
+            code = app(prog_name="polytempo", standalone_mode=False)
     except PolytempoError as error:
         complain(str(error))
         code = 2
@@ -71,6 +97,7 @@ def main() -> None:
         if not message:  # `polytempo` alone: its help was shown
             sys.exit(2)
         where = getattr(getattr(error, "ctx", None), "command_path", "polytempo")
-        complain(f"{_renamed(error) or message.rstrip('.')}; see {where} --help")
+        what = _renamed(error) or _naming_the_value(error, message.rstrip("."))
+        complain(f"{what}; see {where} --help")
         code = 2
     sys.exit(code)

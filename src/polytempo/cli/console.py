@@ -20,6 +20,10 @@ def complain(what: str) -> None:
     notes.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True, highlight=False)
 
 
+def warn(what: str) -> None:
+    notes.print(f"[yellow]warning:[/] {escape(what)}", soft_wrap=True, highlight=False)
+
+
 def interrupted(how: str) -> NoReturn:
     """End the command after Ctrl-C, and say how to continue."""
     notes.print(f"[yellow]interrupted[/]; to continue: [bold]{escape(how)}[/]")

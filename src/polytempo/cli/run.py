@@ -76,7 +76,8 @@ def run_command(
         output.print_json(data=result.summary)
     else:
         show_run(result, folder)
-        if tip := advice(result, make_config(read_config(folder / "config.toml"), "run")):
+        chosen = make_config(read_config(folder / "config.toml"), "run")
+        if result.summary["complete"] and (tip := advice(result, chosen)):
             notes.print(f"[yellow]note:[/] {escape(tip)}", soft_wrap=True, highlight=False)
     if not result.summary["complete"]:
         interrupted(f"polytempo run --resume {folder}")

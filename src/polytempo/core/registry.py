@@ -156,7 +156,7 @@ class Registry(Generic[T]):
                 raise PolytempoError(f"a {self.kind} table needs the key 'name': {dict(spec)!r}")
             name = str(given.pop("name"))
         else:
-            return spec
+            return self._finished(spec)
         maker = self[name]
         if self.base and not (isinstance(maker, type) and issubclass(maker, self.base)):
             raise PolytempoError(
@@ -172,6 +172,17 @@ class Registry(Generic[T]):
             raise PolytempoError(f"{self.kind} {name}: {message}") from error
         except TypeError as error:  # a user's class that is not an options dataclass
             raise PolytempoError(f"{self.kind} {name}: {error}") from error
+
+    def _finished(self, thing: T) -> T:
+        """What is given is the object itself."""
+        if isinstance(thing, type):
+            name = thing.__qualname__
+            raise PolytempoError(f"{self.kind} {name} is a class; give an object: {name}()")
+        if self.base and not isinstance(thing, self.base):
+            raise PolytempoError(
+                f"expected a {self.kind} or the name of one, got {type(thing).__name__}"
+            )
+        return thing
 
     def _numbered(self, name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """`topk:0.01` reads as `topk:share=0.01`."""

@@ -61,7 +61,16 @@ from polytempo.core.messages import (
 from polytempo.core.privacy import check_private
 from polytempo.core.rng import rng
 from polytempo.core.schedule import Constant, Schedule
-from polytempo.core.strategy import STRATEGIES, Context, IntArray, Refill, State, Strategy
+from polytempo.core.strategy import (
+    STRATEGIES,
+    Context,
+    IntArray,
+    Refill,
+    State,
+    Strategy,
+    as_model,
+    prepared,
+)
 from polytempo.core.task import TASKS, Task
 
 MOST_SAMPLES = 10**9  # of a client: sums that are weighted by them are finite
@@ -127,6 +136,7 @@ class Server:
         self.dispatches = 0  # sent so far
         self.wait_for = 1  # members without which nobody is started for the first time
         strategy.setup(context)
+        prepared(strategy)
         if defence is not None:
             defence.setup()
         task, name = self._task(0), STRATEGIES.describe(strategy)["name"]
@@ -271,7 +281,8 @@ class Server:
     def _send(
         self, client: int, model: Callable[[int], torch.Tensor], preempt: bool = False
     ) -> Dispatch:
-        params, task = model(client), self._task(client)
+        params = as_model(self.strategy, model.__name__, model(client), self.context.initial)
+        task = self._task(client)
         factor = self.schedule.factor(self.updates)
         if factor != 1:
             task = replace(task, lr=task.lr * factor)

@@ -56,6 +56,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polytempo.core.bank import PLAIN_STORAGE, FloatArray, Storage
+from polytempo.core.errors import PolytempoError
 from polytempo.core.messages import Dispatch, InFlights, Staleness, Update
 from polytempo.core.registry import Options, Registry
 from polytempo.core.rng import rng
@@ -233,6 +234,30 @@ class Strategy(Options):
                 current.load_state_dict(state[key])
             else:
                 setattr(self, key, state[key])
+
+
+def as_model(strategy: Strategy, hook: str, model: object, like: Tensor) -> Tensor:
+    """The model that a hook of the strategy has returned; it must be a vector like all others."""
+    if isinstance(model, Tensor) and model.shape == like.shape:
+        return model
+    found = f"a tensor of {list(model.shape)}" if isinstance(model, Tensor) else repr(model)
+    raise PolytempoError(
+        f"{type(strategy).__qualname__}.{hook} returned {found}; return the model as one vector of "
+        f"shape {list(like.shape)}, like context.initial"
+    )
+
+
+def prepared(strategy: Strategy) -> None:
+    """What `setup` must have done."""
+    name = type(strategy).__qualname__
+    if not hasattr(strategy, "context"):
+        raise PolytempoError(f"{name}.setup must call super().setup(context)")
+    for key in strategy.state:
+        if not hasattr(strategy, key):
+            raise PolytempoError(
+                f"the `state` of {name} names {key!r}, which it does not have; set it in `setup`, "
+                "or correct the name"
+            )
 
 
 def _pack(value: Any) -> Any:

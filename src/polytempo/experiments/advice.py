@@ -11,6 +11,7 @@ from polytempo.simulation import Simulator
 from polytempo.training.problem import Classification
 
 NEAR = 0.02  # so little above the level of a constant is no learning
+RISEN = 2.0  # a loss that is so many times its first value has been driven up
 
 
 def advice(result: RunResult, config: RunConfig) -> str | None:
@@ -23,10 +24,19 @@ def advice(result: RunResult, config: RunConfig) -> str | None:
     if engine.updates == 0 or level > 0.9 or not result.value <= level + NEAR:
         return None
     whom = "the same label for everybody" if one else "each client's commonest label"
+    first, last = (result.history[place]["loss"] for place in (0, -1))
+    if last > RISEN * first:
+        why = f"the loss has risen from {first:.3g} to {last:.3g}. Try a smaller --lr"
+        what = f"(now {config.lr:g})"
+    else:
+        why = "the models have hardly learned. Try a larger --lr"
+        what = (
+            f"(now {config.lr:g}), a smaller --batch-size ({config.batch_size}), more --updates "
+            "or --epochs"
+        )
     return (
         f"{result.metric.text(result.value)} is no better than always predicting {whom} "
-        f"({result.metric.text(level)}): the models have hardly learned. Try a larger --lr (now "
-        f"{config.lr:g}), a smaller --batch-size ({config.batch_size}), more --updates or --epochs"
+        f"({result.metric.text(level)}): {why} {what}"
     )
 
 

@@ -55,8 +55,7 @@ def simulate(
     `progress`: whether there is a bar (None: in a terminal or a notebook).
     """
     chosen = copy.copy(STRATEGIES.create(strategy))  # the caller may use it again
-    if not isinstance(federation, str):
-        refuse_data(settings, "simulate")
+    _given(federation, settings, "simulate")
     if "events" in settings and not out:
         raise PolytempoError("simulate: events is not a setting here; it needs out=FOLDER")
     data = None if isinstance(federation, str) else federation
@@ -117,10 +116,6 @@ def load(
     models. These need the data and the model: those that the folder does not hold (your own) must
     be given."""
     place = Path(folder).expanduser()
-    if not (place / "result.json").exists():
-        inner = sorted(path.parent for path in place.glob("**/result.json"))[:1]
-        hint = f"; name one of the runs in it, such as {inner[0]}" if inner else ""
-        raise PolytempoError(f"{place} holds no result: it has no result.json{hint}")
     result = read_result(place)
     result.restore = lambda: runs.restored(place, federation, model, copy.copy(strategy))
     return result
@@ -229,8 +224,7 @@ def _objects(
     """Settings, as far as names say it, and the objects that they cannot say."""
     if "seed" in settings:
         raise PolytempoError(f"{source}: seed is not a setting here; give seeds=[...]")
-    if not isinstance(federation, str):
-        refuse_data(settings, source)
+    _given(federation, settings, source)
     named, given = dict(settings), _Objects(federation=None, model=None)
     if isinstance(federation, str):
         named["data"] = federation
@@ -241,6 +235,18 @@ def _objects(
     else:
         given["model"] = model
     return named, given
+
+
+def _given(federation: object, settings: Mapping[str, Any], source: str) -> None:
+    """Data that are not named must be a federation, and settings must not say anything of them."""
+    if isinstance(federation, str):
+        return
+    if not isinstance(federation, Federation):
+        raise PolytempoError(
+            f"{source}: expected a federation or the name of a data set, got "
+            f"{type(federation).__name__}; make one with Federation.from_arrays([(X, y), ...])"
+        )
+    refuse_data(settings, source)
 
 
 def refuse_data(settings: Mapping[str, Any], source: str) -> None:

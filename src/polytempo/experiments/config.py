@@ -401,6 +401,17 @@ RENAMED = {  # what a setting was called before, or is elsewhere
     "slots": "concurrency",
     "cohort": "concurrency (of synchronous methods, the size of the cohort)",
 }
+ELSEWHERE = {  # what other frameworks call a setting, where it does not look alike
+    "learning_rate": "lr",
+    "num_clients": "clients",
+    "n_clients": "clients",
+    "num_rounds": "updates",
+    "n_rounds": "updates",
+    "local_epochs": "epochs",
+    "local_steps": "steps",
+    "dataset": "data",
+    "algorithm": "strategy",
+}
 EXECUTION = ("workers", "backend", "log")  # has no influence on any result
 # What may change when a run is resumed: how long it is, whether it is verified along the way, and
 # where its data are (they are identified by their digest).
@@ -430,7 +441,9 @@ def difference(
     if own and (strategy or wanted.make("strategy")).all_train:
         left.add("concurrency")  # the strategy takes all, whatever was asked for
     names = (ours.keys() | kept.keys()) - left - set(free)
-    return next((name for name in sorted(names) if ours.get(name) != kept.get(name)), None)
+    # The strategy comes first: others are filled in by it.
+    order = sorted(names, key=lambda name: (name != "strategy", name))
+    return next((name for name in order if ours.get(name) != kept.get(name)), None)
 
 
 def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunConfig:
@@ -452,7 +465,7 @@ def make_config(settings: Mapping[str, Any], source: str = "settings") -> RunCon
 
 
 def _near(key: str) -> str:
-    return nearest(key, RunConfig.model_fields)
+    return nearest(ELSEWHERE.get(key, key), RunConfig.model_fields)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,9 @@ def new_folder(name: str) -> Iterator[Path]:
     """A folder of that name in `runs` that was not there, with a number if it has to be. If nothing
     comes of it, it goes again."""
     folder, number = RUNS / name, 2
-    RUNS.mkdir(parents=True, exist_ok=True)
     while True:  # several commands may look for one at once
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
             break
         except FileExistsError:
             folder, number = RUNS / f"{name}-{number}", number + 1
@@ -88,3 +87,5 @@ def new_folder(name: str) -> Iterator[Path]:
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()
+            with suppress(OSError):  # there are other runs in it
+                RUNS.rmdir()

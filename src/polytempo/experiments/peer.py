@@ -43,8 +43,8 @@ def client_of(id: str, client: int | None, clients: int) -> int:
         digits = id[len(id.rstrip("0123456789")) :]
         if not digits:
             raise PolytempoError(
-                f"whose data does peer {id!r} have? Name a client with --client, or let the peer's "
-                "name end with its number (peer-0)"
+                f"whose data does {id!r} have? Give the number of a client of the data set with "
+                "--client, or let the name end with it (peer-0)"
             )
         client = int(digits)
     if not 0 <= client < clients:

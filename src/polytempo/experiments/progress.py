@@ -1,8 +1,14 @@
-"""Progress bars of runs: on standard error in a terminal, as a widget in a notebook."""
+"""Progress bars of runs: on standard error in a terminal, in place below the cell in a notebook.
+
+Rich would need ipywidgets in a notebook. A display that is replaced as it grows works wherever
+notebooks do, and is kept with the notebook as text.
+"""
 
 from __future__ import annotations
 
-from typing import Self
+import io
+import time
+from typing import Any, Self
 
 from rich.console import Console
 from rich.errors import LiveError
@@ -16,6 +22,32 @@ from rich.progress import (
 )
 
 from polytempo.experiments.jobs import Report, Reporting
+
+NOTEBOOK_SECONDS = 0.5  # at least so long between two displays in a notebook
+
+
+class InNotebook:
+    """What is shown below a cell: bars as text, replaced by later ones."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._next = 0.0
+
+    def show(self, bars: Progress, *, last: bool = False) -> None:
+        if not bars.tasks or (not last and time.monotonic() < self._next):
+            return
+        from IPython.display import display
+
+        drawn = io.StringIO()
+        Console(file=drawn, width=100, color_system=None, force_jupyter=False).print(
+            bars.get_renderable()
+        )
+        content = {"text/plain": drawn.getvalue().rstrip()}
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        self._next = time.monotonic() + NOTEBOOK_SECONDS
 
 
 class RunProgress:
@@ -34,8 +66,9 @@ class RunProgress:
             TextColumn("{task.fields[state]}"),
             TimeRemainingColumn(),
             console=console,
-            disable=quiet,
+            disable=quiet or console.is_jupyter,
         )
+        self._notebook = InNotebook() if console.is_jupyter and not quiet else None
         self._whole: TaskID | None = None
         if updates:
             self._whole = self._bars.add_task("all runs", total=updates, state="")
@@ -46,6 +79,8 @@ class RunProgress:
     def __exit__(self, *error: object) -> None:
         if self._bars.live.is_started:
             self._bars.stop()
+        if self._notebook:
+            self._notebook.show(self._bars, last=True)
 
     def watch(self, label: str) -> Reporting:
         """A bar for a run in this process."""
@@ -68,5 +103,7 @@ class RunProgress:
             if self._whole is not None:
                 self._bars.advance(self._whole, done - before)
             before = done
+            if self._notebook:
+                self._notebook.show(self._bars)
 
         return report

@@ -542,8 +542,18 @@ def about_guards(summary: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def run_inside(folder: Path, file: str) -> str:
+    """For a folder that is not a run's but perhaps holds some: one of them."""
+    inner = sorted(path.parent for path in folder.glob(f"**/{file}"))[:1]
+    return f"; name one of the runs in it, such as {inner[0]}" if inner else ""
+
+
 def read_result(folder: Path) -> RunResult:
     """A result as `write_result` left it."""
+    if not (folder / "result.json").exists():
+        raise PolytempoError(
+            f"{folder} holds no result: it has no result.json" + run_inside(folder, "result.json")
+        )
     try:
         summary = json.loads((folder / "result.json").read_text(encoding="utf8"))
         history = read_table(folder / "history.csv")

@@ -33,7 +33,13 @@ from polytempo.experiments.config import (
     write_config,
 )
 from polytempo.experiments.peer_settings import refuse_server_settings
-from polytempo.experiments.result import RunResult, summarise, write_result, write_so_far
+from polytempo.experiments.result import (
+    RunResult,
+    run_inside,
+    summarise,
+    write_result,
+    write_so_far,
+)
 from polytempo.files import Appended, Claim
 from polytempo.models import MODELS, Inputs, Model, build, tokenizer
 from polytempo.models.pretrained import path_of
@@ -210,8 +216,13 @@ def kept_settings(
     changed: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """The settings that a folder holds, with those of what is given."""
+    if not folder.exists():
+        raise PolytempoError(f"there is no folder {folder}; name the folder of a run")
     if not (folder / "config.toml").exists():
-        raise PolytempoError(f"{folder} is not the folder of a run: it has no config.toml")
+        raise PolytempoError(
+            f"{folder} is not the folder of a run: it has no config.toml"
+            + run_inside(folder, "config.toml")
+        )
     settings = read_config(folder / "config.toml") | dict(changed or {})
     if federation is None and str(settings.get("data", "")).startswith(GIVEN):
         raise PolytempoError(
@@ -237,7 +248,8 @@ def _checkpoint(folder: Path) -> State | None:
         if not previous.exists():
             raise
         state = load_state(previous)
-        warnings.warn(f"{error}. Used instead: {previous}", stacklevel=2)
+        what, _, _ = str(error).partition("; ")  # what to do about it is done here
+        warnings.warn(f"{what}. Used instead: {previous}", stacklevel=2)
         return state
 
 

@@ -28,7 +28,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Plain
 from polytempo.core.rng import rng
-from polytempo.core.strategy import Context, Refill, State, Strategy
+from polytempo.core.strategy import Context, Refill, State, Strategy, as_model
 from polytempo.core.task import Task
 from polytempo.data import Federation
 from polytempo.simulation.devices import Devices, Instant, Network, TwoSpeed
@@ -291,7 +291,7 @@ class Engine:
     def _evaluate(self, clients: Sequence[int]) -> list[Score]:
         """The scores of these clients' models; only models that have changed are looked at."""
         if self.strategy.single_model:
-            model, tested = self.strategy.serve(0), self.federation.tested
+            model, tested = self._served(0), self.federation.tested
             if self._remembered(0):
                 [scores] = self.backend.evaluate([self._exam(model, clients)])
                 return scores
@@ -311,10 +311,13 @@ class Engine:
             for client, revision in revisions.items()
             if revision[0] is None or self._scores.get(client, (None,))[0] != revision
         ]
-        exams = (self._exam(self.strategy.serve(client), [client]) for client in changed)
+        exams = (self._exam(self._served(client), [client]) for client in changed)
         for client, [score] in zip(changed, self.backend.evaluate(exams), strict=True):
             self._scores[client] = revisions[client], score
         return [self._scores[client][1] for client in clients]
+
+    def _served(self, client: int) -> Tensor:
+        return as_model(self.strategy, "serve", self.strategy.serve(client), self.context.initial)
 
     def _exam(self, model: Tensor, clients: Sequence[int]) -> Exam:
         """The model, with what each of these clients has of its own."""

@@ -49,6 +49,7 @@ class RehearsedServer(Server):
         if self.updates >= FIRST and self.updates % EVERY:
             return act(self, what)
         twin, updates = self._twin(), self.updates
+        self._ask_twice()
         forgotten = _differing(self.strategy, twin.strategy)
         wrong, cause = _unlike_now(self, twin), None
         if wrong is None:
@@ -68,6 +69,17 @@ class RehearsedServer(Server):
             f"{wrong}; all that changes from update to update must be in its `state`{suspects} "
             "(a tuple comes back as a list, any mapping as a plain dict)"
         ) from cause
+
+    def _ask_twice(self) -> None:
+        """A query changes nothing: asked again, it answers the same."""
+        for hook in (self.strategy.model_for, self.strategy.serve):
+            for client in range(min(self.context.clients, CLIENTS)):
+                if not _same(hook(client), hook(client)):
+                    raise PolytempoError(
+                        f"{type(self.strategy).__qualname__}.{hook.__name__} answers differently "
+                        f"when asked twice for client {client}; only `fold` and other "
+                        "notifications may change what is served"
+                    )
 
     def _twin(self) -> Server:
         """As this server would be after a restart."""

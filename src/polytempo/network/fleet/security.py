@@ -55,6 +55,7 @@ def check_certificates(files: Certificates) -> str:
     """The name that the certificate gives its owner; an error if it cannot be used now."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import serialization
     from cryptography.x509.oid import NameOID
 
     for file in (files.ca, files.cert, files.key):
@@ -65,6 +66,15 @@ def check_certificates(files: Certificates) -> str:
         authorities = x509.load_pem_x509_certificates(files.ca.read_bytes())
     except (OSError, ValueError) as error:
         raise PolytempoError(f"{files.cert} or {files.ca} cannot be read: {error}") from error
+    try:
+        key = serialization.load_pem_private_key(files.key.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise PolytempoError(f"{files.key} cannot be read: {error}") from error
+    if key.public_key() != own.public_key():
+        raise PolytempoError(
+            f"the key {files.key} does not belong to the certificate {files.cert}: give the two "
+            "that were made together"
+        )
     now = datetime.datetime.now(datetime.UTC)
     if not own.not_valid_before_utc <= now <= own.not_valid_after_utc:
         raise PolytempoError(

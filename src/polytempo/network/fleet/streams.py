@@ -135,7 +135,8 @@ class Streams:
                 port = self._server.add_secure_port(listen, server_credentials(certificates))
         except RuntimeError as error:
             raise PolytempoError(
-                f"cannot listen on {listen}: choose a free port on an address of this machine"
+                f"cannot listen on {listen}: the port is in use, or the address is not this "
+                "machine's; choose another"
             ) from error
         await self._server.start()
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
