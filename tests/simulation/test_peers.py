@@ -322,6 +322,13 @@ def test_departures_by_version_need_a_server(small):
         simulation(small, dropout=Leave(version=3))
 
 
+def test_who_is_waited_for_is_a_servers_question(small, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("client,time,available\n0,1,0\n")
+    with pytest.raises(PolytempoError, match=r"p2p has no server; .* no wait_for"):
+        simulation(small, dropout=Trace(str(path), wait_for=2))
+
+
 @pytest.mark.parametrize(
     ("events", "why"),
     [

@@ -81,7 +81,7 @@ class PeerSimulator(Engine):
         if not all(change.timed for change in self.changes) or self.dropout.quorum() > 1:
             raise PolytempoError(
                 "dropout leave:version=..., join:updates=... and trace:wait_for=... are about a "
-                "server, but p2p has none; use at=SECONDS, and no wait_for"
+                "server, but p2p has no server; use at=SECONDS, and no wait_for"
             )
         self.concurrency, self.refill = clients, strategy.refill
         self.messages.update(exchange=0, claim=0, announce=0)
