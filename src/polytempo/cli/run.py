@@ -53,17 +53,17 @@ def run_command(
     with RunProgress(quiet=as_json) as progress:
         if resume_from is not None:
             resume_from = resume_from.expanduser()
-            updates, workers = settings.pop("updates", None), settings.pop("workers", None)
+            changed = {name: settings.pop(name, None) for name in ("updates", "workers", "plots")}
             if settings or config or out:
                 name = "config" if config else "out" if out else next(iter(settings))
                 raise PolytempoError(
-                    f"--resume takes its settings from {resume_from}; only --updates and --workers "
-                    f"can be changed, not --{name.replace('_', '-')}"
+                    f"--resume takes its settings from {resume_from}; only --updates, --workers "
+                    f"and --plots can be changed, not --{name.replace('_', '-')}"
                 )
             folder = resume_from
             observer = progress.watch(folder.name)
             with viewed(folder, live):
-                result = resume(folder, updates=updates, workers=workers, observer=observer)
+                result = resume(folder, **changed, observer=observer)
         else:
             if live:
                 settings["events"] = True

@@ -247,6 +247,10 @@ class RunConfig(BaseModel):
     seed: int = Field(0, description="seed of everything that is random")
     check: bool = Field(False, description="verify the simulator's invariants while running")
     events: bool = Field(False, description="write every event to events.jsonl")
+    plots: Literal["png", "pdf", "svg"] = Field(
+        "png",
+        description="format of plots: png; pdf, sized for a column of a paper, or svg come beside",
+    )
 
     @pydantic.field_validator(*REGISTRIES)
     @classmethod
@@ -371,7 +375,7 @@ RENAMED = {  # what a setting was called before, or is elsewhere
     "slots": "concurrency",
     "cohort": "concurrency (of synchronous methods, the size of the cohort)",
 }
-EXECUTION = ("workers", "backend")  # has no influence on any result
+EXECUTION = ("workers", "backend", "plots")  # has no influence on any result
 # What may change when a run is resumed: how long it is, whether it is verified along the way, and
 # where its data are (they are identified by their digest).
 RESUMABLE = (*EXECUTION, *("updates", "versions", "until", "check", "data_dir"))

@@ -160,15 +160,16 @@ def resume(
     *,
     updates: int | None = None,
     workers: int | None = None,
+    plots: str | None = None,
     observer: Attach | None = None,
     federation: Federation | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
 ) -> RunResult:
-    """Resume the run in a folder from its checkpoint (optionally for more updates, or with another
-    number of workers). What the folder does not hold must be given as it was: a federation of the
-    user's own, a model or a strategy that cannot be imported."""
-    given = {"updates": updates, "workers": workers}
+    """Resume the run in a folder from its checkpoint (optionally for more updates, with another
+    number of workers, or other plots). What the folder does not hold must be given as it was: a
+    federation of the user's own, a model or a strategy that cannot be imported."""
+    given = {"updates": updates, "workers": workers, "plots": plots}
     changed = {key: value for key, value in given.items() if value is not None}
     config = kept_settings(folder, federation, model, strategy, changed)
     with Claim(folder):

@@ -175,6 +175,12 @@ class RunFolder:
         return str(found or "run")
 
     @property
+    def lets_stale(self) -> bool:
+        """Whether updates can be stale: neither in cohorts nor of clients alone, as the server has
+        it."""
+        return self.config.value.get("refill") != "cohort" and self.strategy != "standalone"
+
+    @property
     def seed(self) -> Any:
         return self.config.value.get("seed", self.result.value.get("seed"))
 
