@@ -191,7 +191,8 @@ def sweep(
     `federation`, `model`, `settings` and `out` are as
     for `compare`. `baseline`: values that every point is tested against, such as
     `{"strategy": "fedbuff"}`; `figure`: what is tested, or searched by (handed, best, adapted,
-    worst10). `jobs`: runs at once, each in a process, if data and model are given by name and there is a folder.
+    worst10). `jobs`: runs at once, each in a process, if data and model are given by name and there
+    is a folder.
     """
     named, given = _objects(federation, model, settings, "sweep")
     if jobs > 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
-from polytempo.core.metric import MetricInfo
+from polytempo.core.metric import LOSS, MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.about import origin, read_about
@@ -392,6 +392,12 @@ def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any], pl
         draw = partial(plot_curves, curves, metric, x=x)
         path = in_formats(draw, folder / f"{metric.name}_{x}.png", plots)
         images.append((f"{metric.heading} against {what}", path))
+    rows = [row for found in comparison.results.values() for r in found for row in r.history]
+    if metric.name != LOSS.name and all(row.get("loss") is not None for row in rows):
+        losses = {label: [r.curve("loss") for r in x] for label, x in comparison.results.items()}
+        draw = partial(plot_curves, losses, LOSS)
+        path = in_formats(draw, folder / "loss_time.png", plots)
+        images.append(("Loss on the test samples against simulated time", path))
     spread = {
         label: [known(result.clients, metric.name).tolist() for result in found]
         for label, found in comparison.rows().items()

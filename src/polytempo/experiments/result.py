@@ -496,6 +496,7 @@ def _plots(
 def _figures(result: RunResult) -> dict[str, str]:
     summary, metric = result.summary, result.metric
     more = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
+    size = sum(v for k, v in summary["messages"].items() if k.endswith("_bytes"))
     if summary["staleness_mean"]:
         more["mean staleness"] = f"{summary['staleness_mean']:.1f}"
     return {
@@ -508,6 +509,7 @@ def _figures(result: RunResult) -> dict[str, str]:
         **about_guards(summary),
         result.clock: f"{result.seconds_taken:.1f} s",
         "messages": str(models_sent(summary["messages"])),
+        "MB sent": f"{size / 1e6:,.1f}",
     }
 
 

@@ -175,10 +175,14 @@ class RunFolder:
         return str(found or "run")
 
     @property
+    def communicates(self) -> bool:
+        """Whether its models are sent: those of clients alone only seem so in the events."""
+        return self.strategy != "standalone"
+
+    @property
     def lets_stale(self) -> bool:
-        """Whether updates can be stale: neither in cohorts nor of clients alone, as the server has
-        it."""
-        return self.config.value.get("refill") != "cohort" and self.strategy != "standalone"
+        """Whether updates can be stale: those of a cohort cannot."""
+        return self.communicates and self.config.value.get("refill") != "cohort"
 
     @property
     def seed(self) -> Any:

@@ -130,7 +130,7 @@ def _told(run: RunFolder) -> dict[str, float]:
 
 def _sent(run: RunFolder) -> int:
     if run.has_events:
-        return run.activity.messages
+        return run.activity.messages if run.communicates else 0
     last = numeric(run.history[-1].get("messages")) if run.history else None
     return int(last or 0)
 
@@ -284,7 +284,7 @@ def messages(run: RunFolder) -> Table | None:
     """Models sent so far, by kind: at evaluations, and now; and bytes, where they are known."""
     activity, told = run.activity, _told(run)
     kinds = [kind for kind in MODELS if activity.counts[kind] or told.get(kind)]
-    if not kinds:
+    if not kinds or not run.communicates:
         return None
     points: Iterable[tuple[float, tuple[int, ...]]] = [
         *activity.sent,
