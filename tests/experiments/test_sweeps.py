@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,21 @@ def test_a_point_that_diverges_is_left_out_and_named(polytempo, tmp_path):
     assert outcome.code == 2
     assert "lr=1e+30" in outcome.err
     assert [row["lr"] for row in table(tmp_path / "summary.csv")] == ["0.01"]
+
+
+def test_a_sweep_can_be_watched_and_its_report_tells_all(polytempo, tmp_path, monkeypatch):
+    watched = []
+    monkeypatch.setattr(
+        "polytempo.cli.sweep.viewed", lambda *given: watched.append(given) or nullcontext()
+    )
+    monkeypatch.setattr("polytempo.experiments.sweep.can_plot", lambda: True)
+    arguments = ("sweep", "--grid", "lr=0.01,0.1", *TINY, "--strategy", "fedavg", "-o", tmp_path)
+    assert polytempo(*arguments, "--live", "--plots", "pdf").code == 0
+    assert watched == [(tmp_path, True)]
+    assert len(list(tmp_path.glob("*/seed0/events.jsonl"))) == 2
+    report = (tmp_path / "report.html").read_text()
+    assert all(word in report for word in ("polytempo sweep", "batch_size", "began", "torch"))
+    assert (tmp_path / "accuracy_time.pdf").exists()
 
 
 def test_the_usual_folder_is_named_by_grid_and_settings(polytempo, tmp_path, monkeypatch):
