@@ -65,6 +65,7 @@ VALUES: dict[str, Any] = {
     "seed": 3,
     "check": True,
     "events": True,
+    "plots": "pdf",
 }
 
 

@@ -249,7 +249,7 @@ class RunConfig(BaseModel):
     events: bool = Field(False, description="write every event to events.jsonl")
     plots: Literal["png", "pdf", "svg"] = Field(
         "png",
-        description="format of plots: png; pdf, sized for a column of a paper, or svg come beside",
+        description="format of plots: png, or beside it pdf (sized for a column of a paper) or svg",
     )
 
     @pydantic.field_validator(*REGISTRIES)
