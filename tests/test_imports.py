@@ -13,7 +13,7 @@ HEAVY = {
     *("torch", "numpy", "scipy", "sklearn", "pandas", "pydantic", "matplotlib", "PIL"),
     *("datasets", "ray", "zenoh", "cryptography", "safetensors", "grpc", "google.protobuf"),
     *("transformers", "peft", "tokenizers"),
-    *("starlette", "uvicorn", "plotly", "tensorboard", "mlflow", "wandb"),
+    *("starlette", "uvicorn", "plotly", "tensorboard", "mlflow", "wandb", "optuna"),
 }
 HELP = """
 import sys

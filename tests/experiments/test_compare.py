@@ -11,6 +11,7 @@ from polytempo.core.events import Evaluate
 from polytempo.experiments import compare as module
 from polytempo.experiments.config import read_config
 
+real_run = module.run
 SMALL = ("--clients", 6, "--updates", 12, "--limit", 300, "--adapt-epochs", 1)
 TINY = ("--clients", 6, "--updates", 10, "--limit", 120, "--model", "linear", "--epochs", 1)
 
@@ -51,6 +52,19 @@ def summaries(folder: Path, strategy: str, seeds=(0, 1)) -> list[dict]:
 def rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "summary.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_plots_may_come_as_pdf_without_a_new_run(polytempo, tmp_path, monkeypatch, forbidden):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "run", real_run)
+        arguments = ("compare", "fedasync", "fedavg", *TINY, "-o", tmp_path)
+        assert polytempo(*arguments).code == 0
+    monkeypatch.setattr(module, "can_plot", lambda: True)
+    assert polytempo(*arguments, "--plots", "pdf").code == 0
+    drawn = {file.stem for file in tmp_path.glob("*.png")}
+    assert {"accuracy_time", "loss_time", "distribution"} <= drawn
+    assert {file.stem for file in tmp_path.glob("*.pdf")} == drawn
+    assert "'png', 'pdf' or 'svg'" in polytempo(*arguments, "--plots", "pfd").error
 
 
 def test_every_strategy_runs_with_every_seed(compared):
@@ -116,7 +130,7 @@ def test_a_comparison_writes_results_plots_and_report(compared):
     for name in ("accuracy_time.png", "accuracy_updates.png", "accuracy_messages.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     text = (folder / "report.html").read_text()
-    assert text.count("data:image/png;base64,") == 4
+    assert text.count("data:image/png;base64,") == 5
     assert (folder / "distribution.png").exists()
     assert "pace" in text
     assert "fedavg" in text

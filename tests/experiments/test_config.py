@@ -67,6 +67,7 @@ VALUES: dict[str, Any] = {
     "check": True,
     "events": True,
     "log": "wandb:project=mine",
+    "plots": "pdf",
 }
 
 

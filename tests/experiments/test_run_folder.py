@@ -555,3 +555,25 @@ def test_a_strategy_object_can_be_used_again(small):
     before = {name: value.clone() for name, value in first.model(0).items()}
     pt.simulate(small, strategy=strategy, updates=9, model="linear", adapt_epochs=0, seed=3)
     assert all((first.model(0)[name] == value).all() for name, value in before.items())
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "standalone"])
+def test_where_nothing_is_overtaken_there_is_no_staleness(strategy, polytempo, tmp_path):
+    given = ("--clients", 6, "--updates", 12, "--limit", 120, "--model", "linear")
+    outcome = polytempo("run", "--strategy", strategy, *given, "-o", tmp_path / "run")
+    assert outcome.code == 0 and "staleness" not in outcome.out
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["staleness_mean"] is None and found["staleness"] == {}
+
+
+def test_a_finished_run_is_drawn_again_as_pdf(polytempo, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    given = ("--clients", 6, "--updates", 12, "--limit", 120, "--model", "linear")
+    assert polytempo("run", "--strategy", "fedasync", *given, "-o", folder).code == 0
+    before = json.loads((folder / "result.json").read_text())["fingerprint"]
+    monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: True)
+    assert polytempo("run", "--resume", folder, "--plots", "pdf").code == 0
+    assert {"accuracy.pdf", "staleness.pdf", "distribution.pdf"} <= {
+        file.name for file in folder.iterdir()
+    }
+    assert json.loads((folder / "result.json").read_text())["fingerprint"] == before

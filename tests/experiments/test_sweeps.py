@@ -4,6 +4,9 @@ import csv
 import io
 import json
 import statistics
+import sys
+import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
 from polytempo.experiments import jobs
-from polytempo.experiments.grid import points_of, read_grid, with_values
+from polytempo.experiments.grid import Range, points_of, read_grid, with_values
 from polytempo.experiments.significance import holm, paired
 from polytempo.experiments.tables import confidence, formatted
 
@@ -249,6 +252,21 @@ def test_a_point_that_diverges_is_left_out_and_named(polytempo, tmp_path):
     assert [row["lr"] for row in table(tmp_path / "summary.csv")] == ["0.01"]
 
 
+def test_a_sweep_can_be_watched_and_its_report_tells_all(polytempo, tmp_path, monkeypatch):
+    watched = []
+    monkeypatch.setattr(
+        "polytempo.cli.sweep.viewed", lambda *given: watched.append(given) or nullcontext()
+    )
+    monkeypatch.setattr("polytempo.experiments.sweep.can_plot", lambda: True)
+    arguments = ("sweep", "--grid", "lr=0.01,0.1", *TINY, "--strategy", "fedavg", "-o", tmp_path)
+    assert polytempo(*arguments, "--live", "--plots", "pdf").code == 0
+    assert watched == [(tmp_path, True)]
+    assert len(list(tmp_path.glob("*/seed0/events.jsonl"))) == 2
+    report = (tmp_path / "report.html").read_text()
+    assert all(word in report for word in ("polytempo sweep", "batch_size", "began", "torch"))
+    assert (tmp_path / "accuracy_time.pdf").exists()
+
+
 def test_the_usual_folder_is_named_by_grid_and_settings(polytempo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ("sweep", "--grid", "lr=0.01,0.1", *TINY, "--strategy", "fedavg")
@@ -274,6 +292,118 @@ def test_signs_that_mean_something_in_a_format_are_escaped():
     latex = formatted("latex", rows, [])
     assert r"a|b & c\_d \\" in latex
     assert r"50\% $\pm$ 1 & x\{y\}\textbackslash{}\textasciitilde{} \\" in latex
+
+
+# -- searches --------------------------------------------------------------------------------------
+
+SEARCH = (
+    *("--search", 6, "--grid", "lr=0.001..1:log", "--grid", "strategy=fedavg,fedbuff"),
+    *("--grid", "epochs=1..3"),
+)
+
+
+def test_a_range_is_written_as_two_ends():
+    assert read_grid(["lr=1e-3..0.1:log", "epochs=1..5", "strategy.alpha=.1...9"]) == {
+        "lr": [Range(1e-3, 0.1, log=True)],
+        "epochs": [Range(1, 5)],
+        "strategy.alpha": [Range(0.1, 0.9)],
+    }
+    assert points_of({"lr": "0.1,0.2"}) == [{"lr": 0.1}, {"lr": 0.2}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--grid", "lr=0.1..0.2"), "--search 20"),
+        (("--grid", "lr=0.2..0.1", "--search", 2), "lower end first"),
+        (("--grid", "lr=0..0.1:log", "--search", 2), "lower end first above 0"),
+        (("--grid", "lr=1e..2", "--search", 2), "not numbers"),
+        (("--grid", "lr=0.1..0.2,0.5", "--search", 2), "one range or some values"),
+        (("--grid", "lr=-1..1", "--search", 2), "lr = -1"),
+        (("--grid", "strategy=fedavg,fedbuf", "--search", 2), "did you mean 'fedbuff'"),
+        (("--grid", "lr=0.1,0.2", "--search", 2, "--baseline", "lr=0.1"), "--baseline"),
+        (("--grid", "lr=0.1,0.2", "--search", 2, "--validation", 0), "by the test samples"),
+        (("--grid", "validation=0.1,0.2", "--search", 2), "give --validation"),
+    ],
+)
+def test_mistakes_of_a_search_are_found_before_anything_is_run(
+    arguments, words, polytempo, tmp_path
+):
+    assert words in polytempo("sweep", *arguments, *TINY, "-o", tmp_path / "out").error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def searched(polytempo, tmp_path_factory):
+    """Six trials, then the best of them with two seeds. To be read only."""
+    pytest.importorskip("optuna")
+    folder = tmp_path_factory.mktemp("searched") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("result", "sweep"):
+            patch.setattr(f"polytempo.experiments.{name}.can_plot", lambda: False)
+        arguments = ("sweep", *SEARCH, *TINY, "--seeds", 2)
+        return folder, arguments, polytempo(*arguments, "-o", folder)
+
+
+def test_trials_see_validation_samples_and_the_best_is_tested(searched):
+    folder, _, outcome = searched
+    assert outcome.code == 0, outcome.err
+    trials, [best] = table(folder / "trials" / "summary.csv"), table(folder / "summary.csv")
+    assert len(trials) == 6
+    assert max(trials, key=lambda row: float(row["handed"]))["lr"] == best["lr"]
+    for row in trials:
+        assert 0.001 <= float(row["lr"]) <= 1 and row["epochs"] in "123"
+    tried, tested = (
+        [tomllib.loads(file.read_text()) for file in sorted(where.glob("*/seed*/config.toml"))]
+        for where in (folder / "trials", folder)
+    )
+    assert [(run["validation"], run["seed"]) for run in tried] == [(0.2, 0)] * 6
+    assert [(run["validation"], run["seed"]) for run in tested] == [(0.0, 0), (0.0, 1)]
+    said = " ".join(outcome.out.split())
+    assert "the best of 6 points by handed on validation samples" in said
+    assert "figures are on the test samples" in said
+
+
+def test_the_same_search_makes_the_same_trials_and_a_longer_one_adds_to_them(
+    searched, polytempo, tmp_path, interrupt, monkeypatch
+):
+    for name in ("result", "sweep"):
+        monkeypatch.setattr(f"polytempo.experiments.{name}.can_plot", lambda: False)
+    folder, arguments, _ = searched
+    interrupt(25)
+    stopped = polytempo(*arguments, "-o", tmp_path)
+    assert stopped.code == 130 and "again" in stopped.err
+    assert not (tmp_path / "summary.csv").exists()
+    assert polytempo(*arguments, "-o", tmp_path).code == 0
+    for name in ("summary.csv", "trials/runs.csv"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text()
+    longer = ("sweep", "--search", 8, *arguments[3:], "-o", tmp_path)
+    assert polytempo(*longer).code == 0
+    rows = table(tmp_path / "trials" / "runs.csv")
+    assert len(rows) == 8 and rows[:6] == table(folder / "trials" / "runs.csv")
+
+
+def test_a_trial_that_diverges_is_named_and_never_chosen(polytempo, tmp_path):
+    pytest.importorskip("optuna")
+    search = ("sweep", "--search", 4, "--grid", "lr=0.01,1e30", *TINY, "--strategy", "fedavg")
+    outcome = polytempo(*search, "-o", tmp_path)
+    assert outcome.code == 0 and "lr=1e+30" in outcome.err
+    assert [row["lr"] for row in table(tmp_path / "summary.csv")] == ["0.01"]
+
+
+def test_a_search_from_python(monkeypatch):
+    pytest.importorskip("optuna")
+    small = {"clients": 6, "limit": 120, "model": "linear", "epochs": 1, "adapt_epochs": 0}
+    grid = {"lr": "0.01..0.5", "strategy": ["fedavg", "fedasync"]}
+    found = pt.sweep("digits", grid, search=3, seeds=2, updates=10, **small)
+    assert len(found.trials.points) == 3 and found.points == [found.trials.best()]
+    alone = pt.simulate("digits", updates=10, seed=1, **small, **found.points[0])
+    assert found.results[0][1].fingerprint == alone.fingerprint
+    with pytest.raises(PolytempoError, match="name the data"):
+        pt.sweep(pt.Federation.load("digits", clients=6, limit=120), grid, search=3)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(PolytempoError, match=r"polytempo\[search\]"):
+        pt.sweep("digits", grid, search=3, **small)
 
 
 # -- from Python -----------------------------------------------------------------------------------

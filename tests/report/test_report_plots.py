@@ -17,6 +17,7 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import ACCURACY, MetricInfo
 from polytempo.report import (
     Curve,
+    in_formats,
     plot_clusters,
     plot_curves,
     plot_diagnosis,
@@ -28,7 +29,7 @@ from polytempo.report import (
     plot_similarity,
     plot_staleness,
 )
-from polytempo.report.canvas import PALETTE, metric_axis
+from polytempo.report.canvas import PALETTE, canvas, metric_axis
 from polytempo.report.clusters import ACROSS, COLOURS, strips
 from polytempo.report.curves import on_common_grid
 from polytempo.report.maps import by_cluster, by_group, colour_top
@@ -126,6 +127,66 @@ def test_vector_files_are_reproducible_too(suffix, begins, tmp_path):
         DRAW["staleness"][0](file)
     assert files[0].read_bytes().startswith(begins)
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_pdf_is_as_wide_as_a_column_and_embeds_its_fonts(tmp_path):
+    data = DRAW["accuracy"][0](tmp_path / "a.pdf").read_bytes()
+    left, bottom, right, top = map(float, re.search(rb"MediaBox \[([^]]*)", data)[1].split())
+    assert (right - left) / 72 == pytest.approx(3.5) and 1.5 < (top - bottom) / 72 < 3
+    assert b"/FontFile2" in data and b"/Type3" not in data  # TrueType
+    assert b"CreationDate" not in data
+
+
+def test_a_long_title_takes_several_lines_in_a_pdf(tmp_path):
+    from matplotlib.text import Text
+
+    for path, lines in ((tmp_path / "a.pdf", 3), (tmp_path / "a.png", 1)):
+        with canvas(path, 8.0, 5.0) as figure:
+            figure.add_subplot().set_title("mean over clients and seeds; " * 4)
+        [title] = [t for t in figure.findobj(Text) if t.get_text()[:4] == "mean"]
+        assert len(title.get_text().strip().splitlines()) == lines
+
+
+def test_a_plot_comes_in_the_format_that_is_wanted_beside_the_png(tmp_path):
+    draw = DRAW["staleness"][0]
+    assert in_formats(draw, tmp_path / "a.png", "png") == tmp_path / "a.png"
+    assert in_formats(draw, tmp_path / "b.png", "pdf") == tmp_path / "b.png"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.png", "b.pdf", "b.png"]
+
+
+@pytest.mark.parametrize(("interval", "factor"), [("std", 1.0), ("ci95", 12.7062 / 2**0.5)])
+def test_the_band_is_the_interval_around_the_mean(interval, factor, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    tops = []
+    monkeypatch.setattr(
+        Axes, "fill_between", lambda axes, x, low, high, **look: tops.append(high.tolist())
+    )
+    runs = {"a": [curve(0.1, 0.4), curve(0.1, 0.6)]}
+    plot_curves(runs, ACCURACY, tmp_path / "a.png", interval=interval)
+    assert tops == [pytest.approx([0.1, 0.5 + factor * 0.02**0.5], rel=1e-4)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "end"),
+    [
+        (ACCURACY, (0.1, 0.3, 0.8, 0.85, 0.9, 0.91), 0.79),
+        (ACCURACY, (0.1, 0.3, 0.4, 0.6, 0.8, 0.91), 0.06),  # all of it
+        (MetricInfo("loss", "loss", "lower", False), (9.0, 5.0, 0.9, 0.6, 0.5, 0.5), 0.93),
+    ],
+)
+def test_the_axis_leaves_out_a_first_rise_that_would_flatten_the_rest(
+    metric, values, end, tmp_path, monkeypatch
+):
+    limits = []
+
+    def axis(axes, *given):
+        metric_axis(axes, *given)
+        limits.extend(axes.get_ylim())
+
+    monkeypatch.setattr("polytempo.report.curves.metric_axis", axis)
+    plot_curves({"a": [curve(*values)]}, metric, tmp_path / "a.png")
+    assert limits[0 if metric.better == "higher" else 1] == pytest.approx(end, abs=0.01)
 
 
 def test_the_right_end_of_a_long_label_stays_inside_the_picture(tmp_path):

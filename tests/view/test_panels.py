@@ -82,6 +82,23 @@ def test_the_slowest_come_first(make_run, log):
     assert found["staleness"] == {"width": 1, "start": [0, 1, 2], "count": [1, 0, 1]}
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "models"),
+    [
+        ("seed = 0", 'seed = 0\nrefill = "cohort"', True),
+        ('name = "pace"', 'name = "standalone"', False),  # who trains alone sends nothing
+    ],
+)
+def test_there_is_no_staleness_where_nothing_is_overtaken(make_run, log, before, now, models):
+    folder = make_run(events=[*a_training(log, 0, 0.0, 1.0, 2), *a_training(log, 3, 0.0, 9.0)])
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace(before, now))
+    found = shown(folder)
+    assert found["staleness"] is None and "mean staleness" not in found["figures"]
+    assert found["clients"]["staleness"] is None and set(found["timeline"]["staleness"]) == {0}
+    assert (found["messages"] is not None) == models == (found["figures"]["models sent"] != "0")
+
+
 def states(found):
     clients = found["clients"]
     return [clients["states"][int(code)] for code in clients["state"]]

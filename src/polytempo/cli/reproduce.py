@@ -34,7 +34,7 @@ from polytempo.experiments.reproduce import (
 from polytempo.training.executors.processes import cores
 
 
-@with_settings("data_dir", "workers")
+@with_settings("data_dir", "workers", "plots")
 def reproduce_command(
     experiment: Annotated[
         str | None, typer.Argument(help="Table or figure, such as pace/table2 \\[omit it to list].")
@@ -114,7 +114,7 @@ def reproduce_command(
         again += f" --variant {variant}" if variant else ""
         again += f" --model {model}" if model else ""
         again += f" --updates {updates}" if updates else ""
-        folders.append(write_report(place, name, again))
+        folders.append(write_report(place, name, again, settings.get("plots", "png")))
     results = {column: collect(place, column) for column in columns}
     tables = {column: table(place, column, results[column]) for column in columns}
     if as_json:

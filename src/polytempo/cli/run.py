@@ -21,7 +21,7 @@ from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult, about_clusters, about_guards
 from polytempo.experiments.run import resume, run
 
-CHANGEABLE = ("updates", "workers", "log")  # of a run that is resumed
+CHANGEABLE = ("updates", "workers", "log", "plots")  # of a run that is resumed
 FORMS = ("best", "worst10", "newcomers")  # of the metric, shown at the end of a run
 
 
@@ -58,8 +58,8 @@ def run_command(
             if settings or config or out:
                 name = "config" if config else "out" if out else next(iter(settings))
                 raise PolytempoError(
-                    f"--resume takes its settings from {resume_from}; only --updates, --workers "
-                    f"and --log can be changed, not --{name.replace('_', '-')}"
+                    f"--resume takes its settings from {resume_from}; only --updates, --workers, "
+                    f"--log and --plots can be changed, not --{name.replace('_', '-')}"
                 )
             folder = resume_from
             with viewed(folder, live):

@@ -105,4 +105,5 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+LOSS = MetricInfo("loss", "loss", "lower", False)
 ACCURACY = MetricInfo("accuracy", "accuracy", "higher", True)  # what papers are compared by

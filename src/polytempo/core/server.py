@@ -211,6 +211,12 @@ class Server:
     def _age(self, sent: Open) -> Staleness:
         return Staleness(self.updates - sent.updates, self.version - sent.version)
 
+    @property
+    def lets_stale(self) -> bool:
+        """Whether what a client trains may be overtaken: the server's model does not change before
+        a cohort is complete, and clients that share nothing have nothing to miss."""
+        return self.refill != "cohort" and self.strategy.communicates
+
     def in_flight(self) -> InFlights:
         """The clients in training, most stale first, by what they were last sent."""
         return _InFlights(self)

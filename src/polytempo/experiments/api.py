@@ -13,6 +13,7 @@ from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments import compare as comparisons
 from polytempo.experiments import run as runs
+from polytempo.experiments import search as searches
 from polytempo.experiments import sweep as sweeps
 from polytempo.experiments.callbacks import Callback
 from polytempo.experiments.compare import Comparison
@@ -22,8 +23,8 @@ from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult, read_result
 from polytempo.experiments.run import described, in_folder, in_memory, load_federation
 from polytempo.experiments.sweep import Sweep
-from polytempo.experiments.tables import Interval
 from polytempo.models import Model
+from polytempo.report.intervals import Interval
 from polytempo.strategies import STRATEGIES
 
 
@@ -81,13 +82,14 @@ def resume(
     *,
     updates: int | None = None,
     workers: int | None = None,
+    plots: str | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
 ) -> RunResult:
     """Resume the run in a folder from its checkpoint, optionally for more updates: bit for bit as
-    if it had never stopped.
+    if it had never stopped. `plots`: draw them as "pdf" or "svg", too.
 
     What the folder does not hold must be given as it was: a `federation` of your own data, a
     `model` or a `strategy` that cannot be imported by its name, `callbacks`.
@@ -98,6 +100,7 @@ def resume(
             place,
             updates=updates,
             workers=workers,
+            plots=plots,
             callbacks=[bars.watch(place.name), *callbacks],
             federation=federation,
             model=model,
@@ -167,6 +170,7 @@ def sweep(
     federation: Federation | str,
     grid: Mapping[str, Sequence[Any]],
     *,
+    search: int | None = None,
     model: Model = "auto",
     updates: int = 400,
     seeds: int | Sequence[int] = 1,
@@ -179,14 +183,19 @@ def sweep(
     progress: bool | None = None,
     **settings: Any,
 ) -> Sweep:
-    """Run every combination of the grid's values with every seed.
+    """Run every combination of the grid's values with every seed; or `search` them: so many trials,
+    then the best point with every seed.
 
     `grid`: values by setting, such as `{"lr": [0.01, 0.05], "strategy": ["pace", "fedbuff"]}`;
-    options of a setting are `"strategy.alpha"`. `federation`, `model`, `settings` and `out` are as
+    options of a setting are `"strategy.alpha"`. For a search it may have ranges, written
+    `{"lr": "0.001..0.1:log"}`; data must be given by name, because trials are judged by a part of
+    the training samples (`validation`, 0.2 if not given). The trials are in `trials` of the result.
+
+    `federation`, `model`, `settings` and `out` are as
     for `compare`. `baseline`: values that every point is tested against, such as
-    `{"strategy": "fedbuff"}`; `figure`: what is tested (handed, best, adapted, worst10). `jobs`:
-    runs at once, each in a process, if data and model are given by name, there is a folder, and
-    there are no `callbacks`.
+    `{"strategy": "fedbuff"}`; `figure`: what is tested, or searched by (handed, best, adapted,
+    worst10). `jobs`: runs at once, each in a process, if data and model are given by name, there is
+    a folder, and there are no `callbacks`.
     """
     named, given = _objects(federation, model, settings, "sweep")
     if jobs > 1:
@@ -198,18 +207,25 @@ def sweep(
         with RunProgress(quiet=quiet, updates=updates) as found:
             yield found.bar
 
-    return sweeps.sweep(
-        grid,
+    settings, folder = (
         {"updates": updates, **named},
         None if out is None else Path(out).expanduser(),
-        seeds=range(seeds) if isinstance(seeds, int) else seeds,
-        baseline=baseline,
-        figure=figure,
-        interval=interval,
-        jobs=jobs,
-        progress=bars,
-        callbacks=callbacks,
-        **given,
+    )
+    chosen = range(seeds) if isinstance(seeds, int) else seeds
+    how: sweeps.How = {
+        "figure": figure,
+        "interval": interval,
+        "jobs": jobs,
+        "progress": bars,
+        "callbacks": callbacks,
+    }
+    if search is None:
+        return sweeps.sweep(grid, settings, folder, seeds=chosen, baseline=baseline, **how, **given)
+    if baseline is not None or given["federation"] is not None:
+        what = "a baseline" if baseline is not None else "a federation: name the data"
+        raise PolytempoError(f"sweep: a search cannot be given {what}")
+    return searches.search(
+        grid, search, settings, folder, seeds=chosen, **how, model=given["model"]
     )
 
 

@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
-from polytempo.core.metric import MetricInfo
+from polytempo.core.metric import LOSS, MetricInfo
 from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.about import origin, read_about
@@ -41,7 +42,7 @@ from polytempo.experiments.run import (
 from polytempo.experiments.tables import by_column, figures, gains, numbers, spread
 from polytempo.files import replace_text
 from polytempo.models import Model
-from polytempo.report import html_table, plot_curves, plot_distribution, write_html
+from polytempo.report import html_table, in_formats, plot_curves, plot_distribution, write_html
 from polytempo.simulation.each_client import known
 from polytempo.strategies import STRATEGIES
 
@@ -287,7 +288,7 @@ def compare(
     about = MetricInfo(**metric.about)
     comparison = Comparison(finished, about, goal, complete, failed, fine_tuned, fairness)
     if complete and finished and folder is not None:
-        _write(folder, comparison, settings)
+        _write(folder, comparison, settings, first.plots)
     return comparison
 
 
@@ -332,7 +333,14 @@ def _continue(
         result = read_result(place)
         if result.summary["complete"]:
             return result
-    return resume(place, workers=config.workers, log=config.log, callbacks=callbacks, **given)
+    return resume(
+        place,
+        workers=config.workers,
+        log=config.log,
+        plots=config.plots,
+        callbacks=callbacks,
+        **given,
+    )
 
 
 def _goal(target: str | None, labels: Sequence[str], metric: MetricInfo) -> float | str:
@@ -375,7 +383,7 @@ def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, s
     return line
 
 
-def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any]) -> None:
+def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any], plots: str) -> None:
     """summary.csv, results.json, the plots and the report."""
     table, metric = comparison.table(), comparison.metric
     write_table(folder / "summary.csv", comparison.numbers())
@@ -389,19 +397,24 @@ def _write(folder: Path, comparison: Comparison, settings: Mapping[str, Any]) ->
         "updates": "updates folded: the same amount of training",
         "messages": "models sent, in whichever direction",
     }
-    images = [
-        (
-            f"{metric.heading} against {what}",
-            plot_curves(curves, metric, folder / f"{metric.name}_{x}.png", x=x),
-        )
-        for x, what in against.items()
-    ]
+    images = []
+    for x, what in against.items():
+        draw = partial(plot_curves, curves, metric, x=x)
+        path = in_formats(draw, folder / f"{metric.name}_{x}.png", plots)
+        images.append((f"{metric.heading} against {what}", path))
+    rows = [row for found in comparison.results.values() for r in found for row in r.history]
+    if metric.name != LOSS.name and all(row.get("loss") is not None for row in rows):
+        losses = {label: [r.curve("loss") for r in x] for label, x in comparison.results.items()}
+        draw = partial(plot_curves, losses, LOSS)
+        path = in_formats(draw, folder / "loss_time.png", plots)
+        images.append(("Loss on the test samples against simulated time", path))
     spread = {
         label: [known(result.clients, metric.name).tolist() for result in found]
         for label, found in comparison.rows().items()
     }
     if all(values for lists in spread.values() for values in lists):
-        path = plot_distribution(spread, metric, folder / "distribution.png")
+        draw = partial(plot_distribution, spread, metric)
+        path = in_formats(draw, folder / "distribution.png", plots)
         images.append(("How clients differ: sorted, and as boxes; all seeds together", path))
     for label in comparison.results:
         place = next((folder / slug(label)).glob("seed*"))

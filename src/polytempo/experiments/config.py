@@ -260,6 +260,10 @@ class RunConfig(BaseModel):
         description=f"also log the history, settings and figures to: {', '.join(LOGS)}, each with "
         "its options; may be repeated",
     )
+    plots: Literal["png", "pdf", "svg"] = Field(
+        "png",
+        description="format of plots: png, or beside it pdf (sized for a column of a paper) or svg",
+    )
 
     @pydantic.field_validator(*REGISTRIES)
     @classmethod
@@ -412,7 +416,7 @@ ELSEWHERE = {  # what other frameworks call a setting, where it does not look al
     "dataset": "data",
     "algorithm": "strategy",
 }
-EXECUTION = ("workers", "backend", "log")  # has no influence on any result
+EXECUTION = ("workers", "backend", "log", "plots")  # has no influence on any result
 # What may change when a run is resumed: how long it is, whether it is verified along the way, and
 # where its data are (they are identified by their digest).
 RESUMABLE = (*EXECUTION, *("updates", "versions", "until", "stop", "check", "data_dir"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -107,7 +108,7 @@ def each_client(node: ServerNode, problem: Problem) -> list[Row]:
             slowdown=took / fastest if took and fastest else None,
             seconds=took,
             updates=updates,
-            staleness=staleness / updates if updates else None,
+            staleness=staleness / updates if updates and node.server.lets_stale else None,
             evaluated=score.get("updates"),
             handed=score.get(metric.name),
             adapted=score.get(f"{metric.name}_adapted"),
@@ -205,7 +206,7 @@ def account_of(
         updates=node.updates,
         messages=node.messages,
         bytes=node.bytes,
-        staleness=node.staleness,
+        staleness=node.staleness if node.server.lets_stale else Counter(),
         parameters=len(node.server.context.initial),
         wall=wall,
         backend=f"by {len(node.names)} clients",

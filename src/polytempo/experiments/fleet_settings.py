@@ -34,7 +34,7 @@ OF_SERVER = (
     *("model", "problem", "buffers", "personal", "freeze", "trainable", "updates", "concurrency"),
     *("refill", "epochs", "steps", "batch_size", "lr", "lr_schedule", "optimizer", "momentum"),
     *("weight_decay", "keep_optimizer", "eval_every", "adapt_epochs", "adapt_always", "bank"),
-    *("seed", "dp", "compress", "defend", "log"),
+    *("seed", "dp", "compress", "defend", "log", "plots"),
 )
 OF_CLIENT = ("solver", "device")  # how it trains; and whose data it has
 SERVER_SETTINGS = (*FEDERATION, *OF_SERVER)

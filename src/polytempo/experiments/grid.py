@@ -1,9 +1,11 @@
-"""Grids of settings: values by the name of the setting, as text and as combinations."""
+"""Grids of settings: values, or ranges, by the name of the setting, as text and as combinations."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,8 +16,22 @@ from polytempo.experiments.config import REGISTRIES, RunConfig
 from polytempo.experiments.folders import spelled
 from polytempo.strategies import STRATEGIES
 
-Grid = Mapping[str, Sequence[Any]]
+Grid = Mapping[str, Sequence[Any]]  # or text, as on the command line
 Values = dict[str, Any]
+_RANGE = re.compile(r"([-+.\deE]+?)\.\.([-+.\deE]+)(:log)?")
+
+
+@dataclass(frozen=True)
+class Range:
+    """All values from `low` to `high` (whole numbers, if both are), for a search to choose from;
+    `log`: by their logarithm."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.low:g}..{self.high:g}" + ":log" * self.log
 
 
 def read_grid(texts: Sequence[str], option: str = "--grid") -> dict[str, list[Any]]:
@@ -31,8 +47,9 @@ def read_grid(texts: Sequence[str], option: str = "--grid") -> dict[str, list[An
 
 
 def read_values(name: str, text: str) -> list[Any]:
-    """The values in a comma-separated list. Commas within brackets, and before a further option of
-    the same thing (`pace:omega=2,reply=fresh,fedavg` is two strategies), separate nothing."""
+    """The values in a comma-separated list, or one range: `0.001..0.1:log`. Commas within brackets,
+    and before a further option of the same thing (`pace:omega=2,reply=fresh,fedavg` is two
+    strategies), separate nothing."""
     pieces: list[str] = []
     depth = 0
     for piece in text.split(","):
@@ -50,14 +67,29 @@ def _value(name: str, text: str) -> Any:
         return text
     if text == "none":
         return None
+    if found := _RANGE.fullmatch(text):
+        return _range(name, *found.groups())
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def points_of(grid: Grid) -> list[Values]:
-    """All combinations."""
+def _range(name: str, low: str, high: str, log: str | None) -> Range:
+    try:
+        first, last = (
+            int(end) if end.lstrip("+-").isdigit() else float(end) for end in (low, high)
+        )
+    except ValueError:
+        raise PolytempoError(f"grid: {name}={low}..{high}: the ends are not numbers") from None
+    if not first < last or (log and first <= 0):
+        above = " above 0" if log else ""
+        raise PolytempoError(f"grid: {name}={low}..{high}: write the lower end first{above}")
+    return Range(first, last, log is not None)
+
+
+def listed(grid: Grid) -> dict[str, list[Any]]:
+    """The values of each setting, checked as far as they can be here."""
     if not grid:
         raise PolytempoError("nothing to vary: give a grid such as --grid lr=0.01,0.05")
     for name, values in grid.items():
@@ -71,8 +103,23 @@ def points_of(grid: Grid) -> list[Values]:
             raise PolytempoError(f"grid: {name}: {outer} has no options")
         if not values:
             raise PolytempoError(f"grid: {name} has no values")
-    listed = [list({word(value): value for value in values}.values()) for values in grid.values()]
-    return [dict(zip(grid, chosen, strict=True)) for chosen in product(*listed)]
+    found = {
+        name: read_values(name, values) if isinstance(values, str) else values
+        for name, values in grid.items()
+    }
+    return {name: list({word(x): x for x in values}.values()) for name, values in found.items()}
+
+
+def points_of(grid: Grid) -> list[Values]:
+    """All combinations."""
+    found = listed(grid)
+    for name, values in found.items():
+        if any(isinstance(value, Range) for value in values):
+            raise PolytempoError(
+                f"grid: {name} is a range, which only a search can take values from: add "
+                "--search 20 (search=20), or list the values"
+            )
+    return [dict(zip(found, chosen, strict=True)) for chosen in product(*found.values())]
 
 
 def with_values(settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from polytempo.experiments.reproduce import (
 from polytempo.experiments.result import RunResult
 from polytempo.report import (
     Bar,
+    in_formats,
     plot_bars,
     plot_curves,
     plot_heatmaps,
@@ -42,9 +44,12 @@ AGAINST = {
 }
 
 
-def write_report(place: Place, dataset: str, command: str) -> Path | None:
+Draw = Callable[[Callable[..., Path], Path], Path]  # a plot in the formats that are wanted
+
+
+def write_report(place: Place, dataset: str, command: str, plots: str = "png") -> Path | None:
     """table.md, the plots and report.html of a data set: of every split with finished runs, from
-    whichever call. None if there are none."""
+    whichever call. None if there are none. `plots`: as of a run."""
     experiment = place.experiment
     own = [column for column in experiment.columns if column.partition("/")[0] == dataset]
     results = {column: collect(place, column) for column in own}
@@ -57,9 +62,10 @@ def write_report(place: Place, dataset: str, command: str) -> Path | None:
     images: dict[str, list[tuple[str, Path]]] = {column: [] for column in columns}
     maps: list[tuple[str, Path]] = []
     if result.can_plot():
-        images = {column: _draw(place, folder, column, results[column]) for column in columns}
+        draw = partial(in_formats, plots=plots)
+        images = {c: _draw(place, folder, c, results[c], draw) for c in columns}
         if experiment.plot == "heatmap":
-            maps = [_draw_map(place, folder, {column: results[column] for column in columns})]
+            maps = [_draw_map(place, folder, {c: results[c] for c in columns}, draw)]
     title = f"{experiment.title}: {experiment.dataset_title(dataset)}"
     notes = experiment.notes(columns)
     warning = [QUICK] if place.quick else []
@@ -116,7 +122,9 @@ def _spelled(experiment: Experiment, settings: Mapping[str, Any]) -> list[dict[s
     ]
 
 
-def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tuple[str, Path]]:
+def _draw(
+    place: Place, folder: Path, column: str, results: Results, draw: Draw
+) -> list[tuple[str, Path]]:
     experiment, split = place.experiment, column.partition("/")[2]
     heading = ("QUICK, " if place.quick else "") + experiment.heading(column)
     label = {row: experiment.label(row) for row in experiment.rows}
@@ -126,11 +134,11 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
     for x in experiment.against:
         stem = f"accuracy_{split}" if x == "time" else f"accuracy_{split}_{x}"
         of = FIGURES[experiment.figure][1]
-        path = plot_curves(curves, ACCURACY, folder / f"{stem}.png", x=x, of=of)
+        path = draw(partial(plot_curves, curves, ACCURACY, x=x, of=of), folder / f"{stem}.png")
         images.append((f"{heading}: accuracy against {AGAINST[x]}", path))
     if experiment.plot == "bars":
         bars = {label[row]: _bar(place, row, column, results[row]) for row in experiment.rows}
-        path = plot_bars(bars, folder / f"bars_{split}.png", heading)
+        path = draw(partial(plot_bars, bars, title=heading), folder / f"bars_{split}.png")
         images.append((f"{heading}: handed, adapted, and the paper's figure", path))
     if experiment.plot == "clusters":
         images += _of_runs(place, folder, column, run)
@@ -143,7 +151,9 @@ def _draw(place: Place, folder: Path, column: str, results: Results) -> list[tup
         }
         if points:
             title = f"{heading}: handed accuracy"
-            path = plot_tradeoff(points, folder / f"tradeoff_{split}.png", title)
+            path = draw(
+                partial(plot_tradeoff, points, title=title), folder / f"tradeoff_{split}.png"
+            )
             images.append((f"{heading}: handed accuracy against convergence time", path))
     return images
 
@@ -157,13 +167,17 @@ def _of_runs(place: Place, folder: Path, column: str, run: Results) -> list[tupl
             drawn = place.run(row, column, seed, {}) / name
             if drawn.exists():
                 path = folder / f"{split}_{slug(row)}_{name}"
-                path.write_bytes(drawn.read_bytes())
+                for suffix in (".png", ".pdf", ".svg"):
+                    if (each := drawn.with_suffix(suffix)).exists():
+                        path.with_suffix(suffix).write_bytes(each.read_bytes())
                 what = f"{place.experiment.label(row)}: {PLOTS[name]} (seed {seed})"
                 images.append((what, path))
     return images
 
 
-def _draw_map(place: Place, folder: Path, results: Mapping[str, Results]) -> tuple[str, Path]:
+def _draw_map(
+    place: Place, folder: Path, results: Mapping[str, Results], draw: Draw
+) -> tuple[str, Path]:
     """A map for each method, if columns have two coordinates; else one of methods and columns."""
     experiment = place.experiment
     panels: dict[str, dict[tuple[str, str], float]] = {}
@@ -176,7 +190,8 @@ def _draw_map(place: Place, folder: Path, results: Mapping[str, Results]) -> tup
             if found:
                 panels.setdefault(panel, {})[at] = final(place, found)
     x, y = experiment.axes
-    path = plot_heatmaps(panels, folder / "map.png", x=x, y=y, title="QUICK" * place.quick)
+    drawn = partial(plot_heatmaps, panels, x=x, y=y, title="QUICK" * place.quick)
+    path = draw(drawn, folder / "map.png")
     return f"Final accuracy (%), {FIGURES[experiment.figure][1]}", path
 
 

@@ -21,7 +21,7 @@ PEER_SETTINGS = (  # those that a peer on a network has options for
 )
 WORLD = (  # a simulated world, and what is measured in it: on a network, reality takes its place
     *("devices", "network", "dropout", "concurrency", "backend", "workers"),
-    *("adapt_epochs", "adapt_always", "check", "events"),
+    *("adapt_epochs", "adapt_always", "check", "events", "plots"),
 )
 LOCAL = "a local round has p2p:local_steps=5 mini-batch steps"
 SERVER = {  # what p2p has instead of that which a server asks for or keeps

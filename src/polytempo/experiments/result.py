@@ -10,6 +10,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,7 @@ from polytempo.files import replace_text, replacing
 from polytempo.report import (
     Curve,
     html_table,
+    in_formats,
     plot_clusters,
     plot_curves,
     plot_diagnosis,
@@ -193,7 +195,7 @@ class RunResult:
         return self.extensions if simulator is None else list(simulator.extensions.values())
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the metric against time."""
+        """Draw the metric against time, into a .png or .svg file, or a .pdf sized for a paper."""
         curves = {self.summary["strategy"]: [self.curve()]}
         return plot_curves(curves, self.metric, Path(path), clock=f"{self.clock} (s)")
 
@@ -370,7 +372,7 @@ def result_of(
             },
             "staleness_mean": sum(k * v for k, v in stale.items()) / stale.total()
             if stale
-            else None,  # peers fold no updates
+            else None,  # peers, cohorts and clients alone have none
             "staleness": {str(k): v for k, v in sorted(stale.items())},
             "parameters": run.parameters,
             "wall_seconds": dict(run.wall),
@@ -418,7 +420,7 @@ def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -
         _write_files(folder, extension)
     if not can_plot():
         return
-    images = _plots(folder, result, extensions)
+    images = _plots(folder, result, extensions, settings.get("plots", "png"))
     about = read_about(folder)
     write_html(
         folder / "report.html",
@@ -467,14 +469,14 @@ def can_plot() -> bool:
 
 
 def _plots(
-    folder: Path, result: RunResult, extensions: Sequence[Extension]
+    folder: Path, result: RunResult, extensions: Sequence[Extension], plots: str
 ) -> list[tuple[str, Path]]:
     metric = result.metric
-    path = result.plot(folder / f"{metric.name}.png")
+    path = in_formats(result.plot, folder / f"{metric.name}.png", plots)
     images = [(f"{metric.heading} against {result.clock}", path)]
     counts = {int(k): v for k, v in result.summary["staleness"].items()}
     if any(counts):  # else all updates were fresh
-        path = plot_staleness(counts, folder / "staleness.png")
+        path = in_formats(partial(plot_staleness, counts), folder / "staleness.png", plots)
         images.append(("Staleness of the updates", path))
     clients = result.clients
     columns = {"handed": metric.name, "adapted": f"{metric.name}_adapted"}
@@ -484,17 +486,20 @@ def _plots(
         if len(values := known(clients, column).tolist()) > 1
     }
     if spread:
-        path = plot_distribution(spread, metric, folder / "distribution.png")
+        draw = partial(plot_distribution, spread, metric)
+        path = in_formats(draw, folder / "distribution.png", plots)
         images.append(("How clients differ: sorted, and as boxes", path))
     for name, given in ((n, g) for each in extensions for n, g in each.plots().items()):
-        caption, draw = PLOTS[name]
-        images.append((caption, draw(path=folder / f"{name}.png", **given)))
+        caption, shown = PLOTS[name]
+        path = in_formats(partial(shown, **given), folder / f"{name}.png", plots)
+        images.append((caption, path))
     return images
 
 
 def _figures(result: RunResult) -> dict[str, str]:
     summary, metric = result.summary, result.metric
     more = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
+    size = sum(v for k, v in summary["messages"].items() if k.endswith("_bytes"))
     if summary["staleness_mean"]:
         more["mean staleness"] = f"{summary['staleness_mean']:.1f}"
     return {
@@ -507,6 +512,7 @@ def _figures(result: RunResult) -> dict[str, str]:
         **about_guards(summary),
         result.clock: f"{result.seconds_taken:.1f} s",
         "messages": str(models_sent(summary["messages"])),
+        "MB sent": f"{size / 1e6:,.1f}",
     }
 
 

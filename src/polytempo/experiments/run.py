@@ -169,15 +169,17 @@ def resume(
     updates: int | None = None,
     workers: int | None = None,
     log: Sequence[Spec] | None = None,
+    plots: str | None = None,
     callbacks: Sequence[Callback] = (),
     federation: Federation | None = None,
     model: Model | None = None,
     strategy: Strategy | None = None,
 ) -> RunResult:
     """Resume the run in a folder from its checkpoint (optionally for more updates, with another
-    number of workers, or with other logs). What the folder does not hold must be given as it was:
-    a federation of the user's own, a model or a strategy that cannot be imported, callbacks."""
-    given = {"updates": updates, "workers": workers, "log": log}
+    number of workers, or with other logs or plots). What the folder does not hold must be given as
+    it was: a federation of the user's own, a model or a strategy that cannot be imported,
+    callbacks."""
+    given = {"updates": updates, "workers": workers, "log": log, "plots": plots}
     changed = {key: value for key, value in given.items() if value is not None}
     config = kept_settings(folder, federation, model, strategy, changed)
     with Claim(folder):

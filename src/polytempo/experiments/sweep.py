@@ -4,17 +4,18 @@ than chance?"""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from polytempo.core.errors import Diverged, PolytempoError, nearest
 from polytempo.data import Federation
+from polytempo.experiments.about import origin, read_about
 from polytempo.experiments.callbacks import Callback
-from polytempo.experiments.compare import settle
+from polytempo.experiments.compare import settle, shared_settings
 from polytempo.experiments.config import FEDERATION, RunConfig
 from polytempo.experiments.folders import slug
 from polytempo.experiments.grid import Grid, Values, label_of, points_of, with_values, word
@@ -28,10 +29,11 @@ from polytempo.experiments.result import (
 )
 from polytempo.experiments.run import LastFederation, described, restored
 from polytempo.experiments.significance import holm, paired
-from polytempo.experiments.tables import Interval, figures, numbers, spread
+from polytempo.experiments.tables import figures, numbers, spread
 from polytempo.files import replace_text
 from polytempo.models import Model
-from polytempo.report import html_table, plot_curves, write_html
+from polytempo.report import html_table, in_formats, plot_curves, write_html
+from polytempo.report.intervals import IN_WORDS, Interval
 
 Progress = Callable[[int], AbstractContextManager[Watch]]  # given the updates of all runs
 FIGURES = ("handed", "best", "adapted", "worst10")  # that can be tested
@@ -56,6 +58,7 @@ class Sweep:
     baseline: Mapping[str, Any] | None = None
     figure: str = "handed"
     interval: Interval = "std"
+    trials: Sweep | None = None  # of the search that has found the point, on validation samples
 
     def tests(self) -> list[dict[str, float | None]]:
         """Difference from the baseline, p value of the paired t-test over seeds, and the same
@@ -120,8 +123,14 @@ class Sweep:
     def legend(self) -> str:
         """What the table says."""
         seeds = len(self.results[0]) if self.results else 0
-        apart = {"std": "standard deviation", "ci95": "95% confidence interval"}[self.interval]
+        apart = IN_WORDS[self.interval]
         text = f"mean ± {apart} over {seeds} seeds" if seeds > 1 else "one seed"
+        if self.trials is not None:
+            tried = len(self.trials.points) + len(self.trials.failed or {})
+            text = (
+                f"the best of {tried} points by {self.figure} on validation samples, taken from "
+                f"the training samples; its figures are on the test samples, {text}"
+            )
         if self.baseline is not None:
             text += (
                 f"; difference of {self.figure} from {label_of(self.baseline)}, and p of the "
@@ -164,8 +173,20 @@ def _signed(share: bool, value: float) -> str:
 # -- carrying it out -------------------------------------------------------------------------------
 
 
+class How(TypedDict):
+    """What a sweep and a search are told alike."""
+
+    figure: str
+    interval: Interval
+    jobs: int
+    progress: Progress
+    callbacks: NotRequired[Sequence[Callback]]
+
+
 @dataclass(frozen=True)
-class _Run:
+class Run:
+    """A run that is wanted: the number of its point, its seed, and where it is kept."""
+
     point: int
     seed: int
     label: str
@@ -193,6 +214,27 @@ def sweep(
     out. An interrupt ends the sweep; calling this again continues."""
     points = points_of(grid)
     _check_baseline(baseline, points)
+    check(grid, figure, folder, jobs, federation, model, callbacks)
+    runs = list(runs_of(points, settings, folder, seeds, federation, model))
+    updates = sum(run.config.updates for run in runs if not is_done(run.place))
+    with progress(updates) as watch:
+        found = carry_out(runs, points, seeds, jobs, watch, federation, model, callbacks)
+    found = replace(found, baseline=baseline, figure=figure, interval=interval)
+    if found.complete and found.points and folder is not None:
+        write(folder, found, settings)
+    return found
+
+
+def check(
+    names: Collection[str],
+    figure: str,
+    folder: Path | None,
+    jobs: int,
+    federation: Federation | None,
+    model: Model | None,
+    callbacks: Sequence[Callback],
+) -> None:
+    """What can be wrong whatever the values are."""
     if figure not in FIGURES:
         raise PolytempoError(f"sweep: no figure {figure!r}{nearest(figure, FIGURES)}")
     objects = federation is not None or model is not None or bool(callbacks)
@@ -201,31 +243,36 @@ def sweep(
             "sweep: several runs at once need a folder, data and model by name, and no callbacks, "
             "because each is a process of its own; omit jobs, or give names and out=FOLDER"
         )
-    for name in {name.partition(".")[0] for name in grid}:
+    for name in {name.partition(".")[0] for name in names}:
         if (name == "model" and model is not None) or (name in FEDERATION and federation):
             raise PolytempoError(f"grid: {name} is given as an object; name it, or omit it here")
-    runs = list(_runs(points, settings, folder, seeds, federation, model))
-    updates = sum(run.config.updates for run in runs if not _is_done(run.place))
-    with progress(updates) as watch:
-        if folder is None or objects:
-            results, failed = _here(runs, federation, model, watch, callbacks)
-        else:
-            results, failed = _in_folders(runs, jobs, watch)
+
+
+def carry_out(
+    runs: Sequence[Run],
+    points: Sequence[Values],
+    seeds: Sequence[int],
+    jobs: int,
+    watch: Watch,
+    federation: Federation | None,
+    model: Model | None,
+    callbacks: Sequence[Callback],
+) -> Sweep:
+    """The points all of whose runs have come to an end, and those that diverged."""
+    objects = federation is not None or model is not None or bool(callbacks)
+    if objects or any(run.place is None for run in runs):
+        results, failed = _here(runs, federation, model, watch, callbacks)
+    else:
+        results, failed = _in_folders(runs, jobs, watch)
     wanted = range(len(points))
     bad = {number for number in wanted if any(key[0] == number for key in failed)}
     done = [n for n in wanted if n not in bad and all((n, seed) in results for seed in seeds)]
-    found = Sweep(
+    return Sweep(
         [points[number] for number in done],
         [[results[number, seed] for seed in seeds] for number in done],
         complete=len(done) + len(bad) == len(points),
         failed={label_of(points[key[0]]): why for key, why in failed.items()},
-        baseline=baseline,
-        figure=figure,
-        interval=interval,
     )
-    if found.complete and found.points and folder is not None:
-        _write(folder, found, settings)
-    return found
 
 
 def _check_baseline(baseline: Mapping[str, Any] | None, points: Sequence[Values]) -> None:
@@ -238,14 +285,14 @@ def _check_baseline(baseline: Mapping[str, Any] | None, points: Sequence[Values]
             raise PolytempoError(f"baseline: {name}={word(value)} is not in the grid{near}")
 
 
-def _runs(
+def runs_of(
     points: Sequence[Values],
     settings: Mapping[str, Any],
     folder: Path | None,
     seeds: Sequence[int],
     federation: Federation | None,
     model: Model | None,
-) -> Iterator[_Run]:
+) -> Iterator[Run]:
     """Seed by seed: neighbours have the same data."""
     places: dict[Path, str] = {}
     for seed in seeds:
@@ -253,17 +300,21 @@ def _runs(
             label = label_of(point)
             given = {**with_values(settings, point), "seed": seed}
             config = described(given, f"sweep, {label}", federation, model)
-            place = None if folder is None else folder / slug(label.replace(" ", "-"))
+            place = None if folder is None else _place(folder, label)
             if place is not None and places.setdefault(place, label) != label:
                 raise PolytempoError(
                     f"sweep: {label} and {places[place]} would have the same folder {place}; "
                     "sweep over them separately"
                 )
             where = None if place is None else place / f"seed{seed}"
-            yield _Run(number, seed, f"{label} seed {seed}", config, where)
+            yield Run(number, seed, f"{label} seed {seed}", config, where)
 
 
-def _is_done(place: Path | None) -> bool:
+def _place(folder: Path, label: str) -> Path:
+    return folder / slug(label.replace(" ", "-"))
+
+
+def is_done(place: Path | None) -> bool:
     if place is None or not (place / "result.json").exists():
         return False
     return bool(read_result(place).summary["complete"])
@@ -273,7 +324,7 @@ Outcome = tuple[dict[tuple[int, int], RunResult], dict[tuple[int, int], str]]  #
 
 
 def _here(
-    runs: Sequence[_Run],
+    runs: Sequence[Run],
     federation: Federation | None,
     model: Model | None,
     watch: Watch,
@@ -299,7 +350,7 @@ def _here(
     return results, failed
 
 
-def _in_folders(runs: Sequence[_Run], jobs: int, watch: Watch) -> Outcome:
+def _in_folders(runs: Sequence[Run], jobs: int, watch: Watch) -> Outcome:
     """Several at once, each in a process of its own; the results are in the folders."""
     results: dict[tuple[int, int], RunResult] = {}
     failed: dict[tuple[int, int], str] = {}
@@ -316,7 +367,7 @@ def _in_folders(runs: Sequence[_Run], jobs: int, watch: Watch) -> Outcome:
     return results, failed
 
 
-def _write(folder: Path, found: Sweep, settings: Mapping[str, Any]) -> None:
+def write(folder: Path, found: Sweep, settings: Mapping[str, Any]) -> None:
     """summary.csv, runs.csv, results.json, and a report with the curves of not too many points."""
     write_table(folder / "summary.csv", found.numbers())
     write_table(folder / "runs.csv", found.runs())
@@ -329,13 +380,21 @@ def _write(folder: Path, found: Sweep, settings: Mapping[str, Any]) -> None:
     if len(found.points) <= _DRAWN and same:
         pairs = zip(found.points, found.results, strict=True)
         curves = {label_of(point): [run.curve() for run in each] for point, each in pairs}
-        path = plot_curves(curves, metric, folder / f"{metric.name}_time.png")
+        draw = partial(plot_curves, curves, metric, interval=found.interval)
+        plots = str(settings.get("plots", "png"))
+        path = in_formats(draw, folder / f"{metric.name}_time.png", plots)
         images.append((f"{metric.heading} against simulated time", path))
+    places = [
+        _place(folder, label_of(point)) / f"seed{each[0].seed}"
+        for point, each in zip(found.points, found.results, strict=True)
+    ]
+    about = read_about(places[0])
     write_html(
         folder / "report.html",
         title=f"Sweep over {', '.join(found.points[0])}",
         intro=found.legend()[:1].upper() + found.legend()[1:] + ".",
         table=found.table(),
         images=images,
-        settings=settings,
+        settings={**settings, **shared_settings(places), **origin(about)},
+        command=about.get("command"),
     )

@@ -4,34 +4,17 @@ numbers for programs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from polytempo.core.metric import MetricInfo, finite
 from polytempo.experiments.result import CLUSTERS, RunResult, csv_text
+from polytempo.report.intervals import DEVIATIONS, Interval, confidence, deviation
 from polytempo.simulation.metrics import models_sent
 
 FAIRNESS = ("better_off", "worse_off", "gain", "gain_worst")
-
-
-def deviation(values: Sequence[float]) -> float:
-    """Standard deviation over runs."""
-    return float(np.std(values, ddof=1))
-
-
-def confidence(values: Sequence[float]) -> float:
-    """Half the width of the 95% confidence interval of the mean (Student's t)."""
-    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
-
-
-Interval = Literal["std", "ci95"]
-DEVIATIONS: dict[Interval, Callable[[Sequence[float]], float]] = {
-    "std": deviation,
-    "ci95": confidence,
-}
 
 
 def spread(
@@ -48,7 +31,7 @@ def spread(
     if len(known) < len(values):
         return none if not known else f"{len(known)} of {len(values)} seeds"
     mean = float(np.mean(known))
-    apart = DEVIATIONS[interval](known) if len(known) > 1 else None
+    apart = float(DEVIATIONS[interval](known)) if len(known) > 1 else None
     if metric is not None:
         return metric.text(mean, apart)
     return f"{mean:,.{digits}f}" + ("" if apart is None else f" ± {apart:.{digits}f}")
@@ -104,9 +87,9 @@ def numbers(
         if known:
             found[name] = float(np.mean(known))
             apart = len(known) > 1 and bool(np.isfinite(known).all())
-            found[f"{name}_std"] = deviation(known) if apart else None
+            found[f"{name}_std"] = float(deviation(known)) if apart else None
             if intervals:
-                found[f"{name}_ci95"] = confidence(known) if apart else None
+                found[f"{name}_ci95"] = float(confidence(known)) if apart else None
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polytempo.report.bars import Bar, plot_bars, plot_tradeoff
+from polytempo.report.canvas import in_formats
 from polytempo.report.clusters import plot_clusters, plot_similarity
 from polytempo.report.curves import Curve, Line, plot_curves
 from polytempo.report.diagnosis import plot_diagnosis
@@ -18,6 +19,7 @@ __all__ = [
     "Curve",
     "Line",
     "html_table",
+    "in_formats",
     "plot_bars",
     "plot_clusters",
     "plot_curves",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from polytempo.core.errors import PolytempoError, nearest
 from polytempo.core.metric import MetricInfo
 from polytempo.report.canvas import DASHES, PALETTE, bare, canvas, metric_axis
+from polytempo.report.intervals import DEVIATIONS, IN_WORDS, Interval
 
 Floats = NDArray[np.float64]
 AXES = {
@@ -75,13 +76,15 @@ def plot_curves(
     x: str = "time",
     of: str = "mean over clients",
     clock: str = AXES["time"],
+    interval: Interval = "std",
 ) -> Path:
     """The metric against "time", "updates", "versions" or "messages", one line for each label.
 
     Several curves under one label are several seeds: the line is their mean, and the band reaches
-    from the lowest to the highest. A hollow diamond is the final value after local adaptation.
-    Where one method takes many times as long as another, the axis of time is logarithmic. `clock`:
-    what that axis is called.
+    as far to either side as the `interval` says. A hollow diamond is the final value after local
+    adaptation. Where the first rise would flatten the rest, the axis of values leaves it out; where
+    one method takes many times as long as another, that of time is logarithmic. `clock`: what that
+    axis is called.
     """
     axis = clock if x == "time" else AXES.get(x)
     if x not in AXES:
@@ -101,18 +104,21 @@ def plot_curves(
         axes = figure.add_subplot()
         handles, grids = [], []
         drawn: list[float] = []
+        late: list[float] = []  # of the last two thirds
         for index, (label, runs) in enumerate(curves.items()):
             colour = PALETTE[index % len(PALETTE)]
             look: Any = {"color": colour, "linestyle": DASHES[index // len(PALETTE) % len(DASHES)]}
             grid, values = on_common_grid([(getattr(run, x), run.values) for run in runs])
             grids.append(grid)
             mean = values.mean(axis=0)
-            drawn += values.ravel().tolist()
+            apart = DEVIATIONS[interval](values) if len(runs) > 1 else np.zeros_like(mean)
+            low, high = mean - apart, mean + apart
+            drawn += [*low, *high]
+            late += [*low[len(grid) // 3 :], *high[len(grid) // 3 :]]
             axes.plot(grid, mean, **look, linewidth=1.8, drawstyle="steps-post")
             if x == "messages" and grid[-1] == 0:  # who sends nothing is as good at any price
                 axes.axhline(mean[-1], color=colour, linewidth=1.2, linestyle=DASHES[2])
             if len(runs) > 1:
-                low, high = values.min(axis=0), values.max(axis=0)
                 axes.fill_between(grid, low, high, color=colour, alpha=0.16, lw=0, step="post")
             finals = [run.values[-1] if run.final is None else run.final for run in runs]
             text = f"{label}: {metric.text(float(np.mean(finals)))}"
@@ -120,13 +126,14 @@ def plot_curves(
             if adapted:
                 height = float(np.mean(adapted))
                 drawn.append(height)
+                late.append(height)
                 axes.plot([grid[-1]], [height], clip_on=False, zorder=5, **_diamond(colour))
                 text += f", \N{WHITE DIAMOND} {metric.text(height)}"
             handles.append(Line2D([], [], **look, linewidth=1.8, label=text))
         bare(axes)
         axes.margins(x=0.01)
-        metric_axis(axes, metric, drawn)
-        axes.set(xlabel=axis, title=_title(curves, of))
+        metric_axis(axes, metric, _closer(axes, metric, drawn, late))
+        axes.set(xlabel=axis, title=_title(curves, of, interval))
         ends = [grid[-1] for grid in grids]
         if x == "time" and max(ends) > _STRETCH * min(ends) > 0:
             axes.set_xscale("log")
@@ -142,12 +149,27 @@ def plot_curves(
     return Path(path)
 
 
-def _title(curves: Mapping[str, Sequence[Curve]], of: str) -> str:
+def _closer(
+    axes: Any, metric: MetricInfo, drawn: Sequence[float], late: Sequence[float]
+) -> Sequence[float]:
+    """Leave out what the values were at first, if that is most of the axis; what is left on it."""
+    wide, narrow = (np.ptp([v for v in x if np.isfinite(v)] or [0.0]) for x in (drawn, late))
+    if not 0 < narrow < wide / 2:
+        return drawn
+    end, room = metric.worst(value for value in late if np.isfinite(value)), 0.08 * narrow
+    if metric.better == "higher":
+        axes.set_ylim(bottom=end - room)
+    else:
+        axes.set_ylim(top=end + room)
+    return [value for value in drawn if metric.reaches(value, end)]
+
+
+def _title(curves: Mapping[str, Sequence[Curve]], of: str, interval: Interval) -> str:
     """What the marks mean."""
     title = of
     seeds = max(len(runs) for runs in curves.values())
     if seeds > 1:
-        title += f"; mean, lowest and highest of {seeds} seeds"
+        title += f"; mean ± {IN_WORDS[interval]} over {seeds} seeds"
     if any(run.adapted is not None for runs in curves.values() for run in runs):
         title += "; \N{WHITE DIAMOND} after local adaptation"
     return title

@@ -23,7 +23,7 @@ _CSS = """
   :root { --ink: #e8ebee; --quiet: #a2abb5; --line: #3a424b; --page: #14181c; --soft: #1e2329; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 62rem; background: var(--page);
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 76rem; background: var(--page);
   color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .75rem; }
 h2 { font-size: 1.1rem; margin: 2.5rem 0 .75rem; }

@@ -166,7 +166,7 @@ class EachClient(Extension):
                 seconds=float(self.busy[client]) / updates if updates else None,
                 updates=updates,
                 staleness=int(self.staleness[client]) / updates
-                if updates and engine.staleness  # peers fold no updates
+                if updates and engine.staleness  # else there is none
                 else None,
                 evaluated=self.when[-1][1] if handed[client] == handed[client] else None,
                 handed=handed[client],

@@ -200,7 +200,8 @@ class Simulator(Engine):
                 ) from refusal
         del self.flights[client]
         self.memory.set(client, memory)
-        self.staleness[stale.updates] += 1
+        if self.server.lets_stale:
+            self.staleness[stale.updates] += 1
         self._count("upload", update.nbytes)
         self._emit(events.Upload, client, flight.number, stale.updates, stale.versions)
         self._act(actions)

@@ -175,6 +175,16 @@ class RunFolder:
         return str(found or "run")
 
     @property
+    def communicates(self) -> bool:
+        """Whether its models are sent: those of clients alone only seem so in the events."""
+        return self.strategy != "standalone"
+
+    @property
+    def lets_stale(self) -> bool:
+        """Whether updates can be stale: those of a cohort cannot."""
+        return self.communicates and self.config.value.get("refill") != "cohort"
+
+    @property
     def seed(self) -> Any:
         return self.config.value.get("seed", self.result.value.get("seed"))
 

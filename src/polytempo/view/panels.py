@@ -112,8 +112,8 @@ def _figures(run: RunFolder) -> dict[str, str]:
     size = sum(v for k, v in _told(run).items() if k.endswith("_bytes"))
     if size:
         found["bytes"] = _bytes(size)
-    if activity.staleness.total():
-        mean = sum(k * v for k, v in activity.staleness.items()) / activity.staleness.total()
+    if any(counts := _stale(run)):
+        mean = sum(k * v for k, v in counts.items()) / counts.total()
         found["mean staleness"] = f"{mean:.1f}"
     if activity.counts["drop"]:
         found["trainings lost"] = f"{activity.counts['drop']:,}"
@@ -130,7 +130,7 @@ def _told(run: RunFolder) -> dict[str, float]:
 
 def _sent(run: RunFolder) -> int:
     if run.has_events:
-        return run.activity.messages
+        return run.activity.messages if run.communicates else 0
     last = numeric(run.history[-1].get("messages")) if run.history else None
     return int(last or 0)
 
@@ -205,7 +205,7 @@ def grid(run: RunFolder) -> Table | None:
         "state": "".join(str(state) for state in states),
         "updates": [client.updates for client in known],
         "staleness": [client.staleness if client.updates else None for client in known]
-        if activity.staleness
+        if any(_stale(run))
         else None,
         "value": values if any(value is not None for value in values) else None,
         "names": names
@@ -250,7 +250,7 @@ def timeline(run: RunFolder, order: Order) -> Table | None:
         "row": [rows[bar[0]] for bar in bars],
         "start": [round(bar[1], 6) for bar in bars],
         "end": [round(bar[2], 6) for bar in bars],
-        "staleness": [bar[3] for bar in bars],
+        "staleness": [bar[3] if run.lets_stale else 0 for bar in bars],
         "fate": [bar[4] for bar in bars],
         "fates": FATES,
         "trained": len(ordered),
@@ -259,9 +259,13 @@ def timeline(run: RunFolder, order: Order) -> Table | None:
     }
 
 
+def _stale(run: RunFolder) -> Counter[int]:
+    return run.activity.staleness if run.lets_stale else Counter()
+
+
 def staleness(run: RunFolder) -> Table | None:
     """How many updates had which staleness, in bins of whole numbers; None if all were fresh."""
-    counts = run.activity.staleness
+    counts = _stale(run)
     if not any(counts):
         return None
     width = 1 + max(counts) // BINS
@@ -280,7 +284,7 @@ def messages(run: RunFolder) -> Table | None:
     """Models sent so far, by kind: at evaluations, and now; and bytes, where they are known."""
     activity, told = run.activity, _told(run)
     kinds = [kind for kind in MODELS if activity.counts[kind] or told.get(kind)]
-    if not kinds:
+    if not kinds or not run.communicates:
         return None
     points: Iterable[tuple[float, tuple[int, ...]]] = [
         *activity.sent,

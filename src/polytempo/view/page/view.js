@@ -193,10 +193,10 @@ function drawCurves(shown) {
   plot(place, traces, {
     hovermode: "x unified", showlegend: shown.length > 1, uirevision: x + y + close,
     xaxis: { title: { text: { time: clock, updates: "updates", messages: "models sent" }[x] }, rangemode: "tozero" },
-    yaxis: { tickformat: share ? ".2~%" : "", ...closeUp(traces) },
+    yaxis: { tickformat: share ? ".2~%" : "", ...extent(traces, close, y === "loss" ? "lower" : metric?.better) },
   });
   const others = [...new Set(shown.map((run) => run.metric.name))];
-  const notes = means ? ["Lines are means over seeds, bands reach from the lowest to the highest."] : [];
+  const notes = means ? ["Lines are means over seeds, bands are a standard deviation to either side."] : [];
   if (others.length > 1) notes.push(`These runs are judged by different metrics: ${others.join(", ")}.`);
   const thin = shown.reduce((sum, run) => sum + run.curve.left_out, 0);
   if (thin) notes.push(`${thin.toLocaleString()} evaluations are left out: 1,000 per run are drawn.`);
@@ -216,7 +216,7 @@ function group(shown) {
 
 const together = (seeds, shown) => seeds.size < shown.length && $(document, "#seeds").checked;
 
-/** Mean, lowest and highest of several seeds. A value holds until the next evaluation. */
+/** Mean and standard deviation of several seeds. A value holds until the next evaluation. */
 function ofSeeds(name, runs, x, y, k, form) {
   const curves = runs.map((run) => run.curve[x].map((at, i) => [at, run.curve[y][i]]).filter(([, value]) => value !== null))
     .filter((curve) => curve.length);
@@ -228,22 +228,27 @@ function ofSeeds(name, runs, x, y, k, form) {
     return grid.map((at) => { while (place + 1 < curve.length && curve[place + 1][0] <= at) place++; return curve[place][1]; });
   });
   const over = (how) => grid.map((_, i) => how(values.map((one) => one[i])));
+  const mean = (all) => all.reduce((sum, one) => sum + one) / all.length;
+  const apart = (all) => Math.sqrt(all.reduce((sum, one) => sum + (one - mean(all)) ** 2, 0) / Math.max(1, all.length - 1));
   const color = PALETTE[k % PALETTE.length], dash = DASHES[Math.floor(k / PALETTE.length)];
   const edge = { x: grid, mode: "lines", line: { width: 0, shape: "hv" }, hoverinfo: "skip", showlegend: false, legendgroup: name };
   return [
-    { ...edge, y: over((all) => Math.min(...all)) },
-    { ...edge, y: over((all) => Math.max(...all)), fill: "tonexty", fillcolor: `${color}2b` },
-    { x: grid, y: over((all) => all.reduce((sum, one) => sum + one) / all.length), name: `${text(name)} (${curves.length} seeds)`, mode: "lines",
+    { ...edge, y: over((all) => mean(all) - apart(all)) },
+    { ...edge, y: over((all) => mean(all) + apart(all)), fill: "tonexty", fillcolor: `${color}2b` },
+    { x: grid, y: over(mean), name: `${text(name)} (${curves.length} seeds)`, mode: "lines",
       line: { color, dash, width: 2.2, shape: "hv" }, legendgroup: name, hovertemplate: `%{y:${form}}<extra>${text(name)}</extra>` },
   ];
 }
 
-/** With the close-up: the values of the last two thirds of each run, which the first rise would flatten. */
-function closeUp(traces) {
-  if (!$(document, "#close").checked) return {};
-  const late = traces.flatMap(({ y }) => y.slice(Math.floor(y.length / 3))).filter((value) => value !== null);
-  const low = Math.min(...late), high = Math.max(...late), room = 0.06 * (high - low) || 0.01;
-  return late.length ? { range: [low - room, high + room] } : {};
+/** Up to a named tick. With the close-up: without what was worse than anything in the last two thirds of each run. */
+function extent(traces, close, better) {
+  const all = traces.flatMap(({ y }) => y).filter((value) => value !== null);
+  if (!all.length) return {};
+  const late = traces.flatMap(({ y }) => y.slice(close ? Math.floor(y.length / 3) : 0)).filter((value) => value !== null);
+  const low = Math.min(...(better === "lower" ? all : late)), high = Math.max(...(better === "lower" ? late : all));
+  const span = high - low || 0.01, tenth = 10 ** Math.floor(Math.log10(span / 4));
+  const step = tenth * [1, 2, 5, 10].find((times) => times * tenth >= span / 6);
+  return { range: [low - 0.06 * span, step * Math.ceil(high / step) + 0.02 * span], nticks: 9 };
 }
 
 const text = (value) => String(value).replace(/[<&]/g, (c) => ({ "<": "&lt;", "&": "&amp;" })[c]);
@@ -254,7 +259,7 @@ function addView(key) {
   views.set(key, view);
   $(view, ".order").parentElement.hidden = Boolean(saved); // which needs the server
   $(document, "#details").append(view);
-  $(view, ".colour").addEventListener("change", () => drawGrid(view, known.get(key)));
+  $(view, ".colour").addEventListener("change", ({ target }) => { target.dataset.chosen = "by hand"; drawGrid(view, known.get(key)); });
   $(view, ".order").addEventListener("change", () => lookAtRun(key).then(draw, () => {}));
   for (const which of ["graph", "similarity"]) {
     const slider = $(view, `.${which} input`);
@@ -287,6 +292,7 @@ function drawRun(view, run) {
   }));
   drawGrid(view, run);
   drawTimeline(view, run);
+  drawSpread(view, run);
   drawStaleness(view, run);
   drawMessages(view, run);
   for (const which of ["graph", "similarity"]) drawMatrix(view, run, which);
@@ -316,6 +322,7 @@ function drawGrid(view, run) {
     option.hidden = option.disabled = option.value === "state" ? !run.events
       : option.value === "updates" ? !run.events : !given[option.value];
   }
+  if (run.status === "finished" && given.value && !select.dataset.chosen) select.value = "value"; // all are idle
   if (select.selectedOptions[0].disabled) select.value = [...select.options].find((o) => !o.disabled)?.value ?? "state";
   const by = select.value, { canvas, number, size, across, width, height } = cells(view, run);
   const sharp = window.devicePixelRatio || 1;
@@ -455,6 +462,18 @@ function drawTimeline(view, run) {
 }
 
 // -- the rest ---------------------------------------------------------------------------------------
+
+function drawSpread(view, run) {
+  const card = $(view, ".spread"), given = run.clients?.value;
+  card.hidden = !given;
+  if (!given) return;
+  const sign = run.metric.better === "lower" ? -1 : 1;
+  const sorted = given.map((value, client) => [value, client]).filter(([value]) => value !== null).sort(([a], [b]) => sign * (a - b));
+  plot($(card, ".plot"), [{ type: "bar", y: sorted.map(([value]) => value), customdata: sorted.map(([, client]) => client),
+    marker: { color: PALETTE[0] }, hovertemplate: `%{y:${run.metric.share ? ".1%" : ".4g"}}<extra>client %{customdata}</extra>` }],
+    { showlegend: false, bargap: 0.1, xaxis: { title: { text: "clients, from the worst to the best" }, showticklabels: false },
+      yaxis: { tickformat: run.metric.share ? ".0%" : "", title: { text: run.metric.label } } });
+}
 
 function drawStaleness(view, run) {
   const card = $(view, ".staleness"), given = run.staleness;
