@@ -94,6 +94,14 @@ def test_every_strategy_is_on_the_page_of_papers():
         assert (ROOT / "src" / "polytempo" / "strategies" / file).exists(), file
 
 
+def test_papers_have_titles_and_links():
+    page = (DOCS / "papers.md").read_text(encoding="utf8")
+    rows = [line for line in page.splitlines() if re.match(r"\| `.*: \[?\*", line)]
+    bare = [row for row in rows if not re.search(r"\[\*[^*]+\*\]\(https://", row)]
+    assert len(rows) > 30
+    assert [row.split("`")[1] for row in bare] == ["pace", "asafl"], "no address is known"
+
+
 def test_the_citation_has_what_is_required():
     yaml = pytest.importorskip("yaml")
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf8"))

@@ -204,6 +204,6 @@ class Driver:
         if self.plan.target < state["target"]:
             raise PolytempoError(
                 f"{self.folder.path} holds a peer on its way to {state['target']} iterations, more "
-                f"than {self.plan.target}; give at least that target (with --rounds or "
+                f"than {self.plan.target}; give at least that target (with --updates or "
                 "p2p:target=...), or another --out"
             )
