@@ -290,7 +290,7 @@ def test_the_command_line_stops_and_logs(polytempo, tmp_path):
     assert NAMED.pop() == folder
     assert (folder / "log.jsonl").exists()
     said = polytempo("run", "--resume", folder, "--stop", "early").error
-    assert "only --updates, --workers and --log can be changed, not --stop" in said
+    assert "only --updates, --workers, --log and --plots can be changed, not --stop" in said
     assert polytempo("run", "--resume", folder, "--log", "jsonl").code == 0
     assert not NAMED
 
