@@ -27,7 +27,9 @@ COMMANDS = {
         "compare", "Run several strategies on the same federation, devices and seeds."
     ),
     "sweep": Entry(
-        "sweep", "Run every combination of some values of settings, with several seeds."
+        "sweep",
+        "Run every combination of some values of settings, with several seeds, or search for the "
+        "best.",
     ),
     "export": Entry(
         "export", "Write the model of a client to a file that plain torch or safetensors loads."

@@ -99,10 +99,12 @@ class Callbacks:
 def _ask(callback: Callback, method: Callable[[Told], Answer], about: Told) -> Answer:
     try:
         return method(about)
+    except PolytempoError:
+        raise  # it says what is wrong
     except Exception as error:
-        kind = "" if isinstance(error, PolytempoError) else f"{type(error).__name__}: "
         raise PolytempoError(
-            f"callback {type(callback).__qualname__}, {method.__name__}: {kind}{error}"
+            f"callback {type(callback).__qualname__}, {method.__name__}: {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
