@@ -165,6 +165,7 @@ def test_a_comparison_is_about_the_metric(compared):
     assert "s to mse 0.5" in outcome.out
     assert {path.name for path in folder.glob("*.png")} == {
         *(f"mse_{x}.png" for x in ("time", "updates", "messages")),
+        "loss_time.png",
         "distribution.png",
     }
     text = (folder / "report.html").read_text()
