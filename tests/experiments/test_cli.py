@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import fields
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from polytempo.core.events import Dispatch, Evaluate
 from polytempo.core.metric import ACCURACY
 from polytempo.data import Federation, available
 from polytempo.experiments.advice import constant_level
+from polytempo.experiments.callbacks import Run
 from polytempo.experiments.config import RunConfig
 from polytempo.experiments.progress import RunProgress
 from polytempo.strategies import STRATEGIES
@@ -146,15 +146,15 @@ def test_the_bar_looks_at_a_run_a_few_times_a_second_and_at_every_evaluation(mon
     seen, now = [], 100.0
     monkeypatch.setattr(Progress, "update", lambda *given, **shown: seen.append(shown))
     monkeypatch.setattr("polytempo.experiments.jobs.monotonic", lambda: now)
-    engine = SimpleNamespace(metric=ACCURACY, history=[{"accuracy": 0.5}], time=1.0, updates=0)
     with RunProgress(quiet=True) as progress:
-        observe = progress.watch("run")(engine, 100)
-        for engine.updates in range(1, 101):
+        bar = progress.watch("run")
+        bar.start(Run({"updates": 100}, ACCURACY, None))
+        for number in range(1, 101):
             now += 0.01
-            observe(Dispatch(0, 1.0, engine.updates, 0, 3, 7))
+            bar.event(Dispatch(0, 1.0, number, 0, 3, 7))
         updates = [shown["completed"] for shown in seen]
         assert updates[0] == 0 and 9 <= len(updates) <= 12
-        observe(Evaluate(1, 1.0, 100, 0, "accuracy", 0.5, 1.0))
+        bar.event(Evaluate(1, 1.0, 100, 0, "accuracy", 0.5, 1.0))
     assert seen[-1]["completed"] == 100 and len(seen) == len(updates) + 1
 
 
