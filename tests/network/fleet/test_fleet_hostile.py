@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_is_an_error(fleet, tmp_path):
     server = fleet.serve(make_node(**ENDLESS))
     other = Fleet(tmp_path / "other", secure=False)
     other.files = fleet.files
-    with pytest.raises(PolytempoError, match="choose a free port"):
+    with pytest.raises(PolytempoError, match="the port is in use"):
         other.serve(make_node(), listen=server.address)
 
 
