@@ -564,7 +564,7 @@ def test_times_to_a_target_and_clusters_stand_in_the_table(tmp_path, monkeypatch
     monkeypatch.setattr(paper_specs, "PAPERS", tmp_path / "papers")
     monkeypatch.setattr(result, "can_plot", lambda: True)
     out = tmp_path / "out"
-    outcome = polytempo("reproduce", "tiny/table1", "--out", out)
+    outcome = polytempo("reproduce", "tiny/table1", "--out", out, "--plots", "pdf")
     assert outcome.code == 0, outcome.err
     report = out / "tiny/table1/synthetic"
     found = rows_of((report / "table.md").read_text(), "Synthetic, two groups")
@@ -578,6 +578,7 @@ def test_times_to_a_target_and_clusters_stand_in_the_table(tmp_path, monkeypatch
     assert found["CASA"]["clusters"] == str(summary(out, "synthetic-groups", "casa")["clusters"])
     drawn = {path.name for path in report.glob("*.png")}
     assert {"groups_casa_clusters.png", "groups_casa_similarity.png"} <= drawn
+    assert {path.stem for path in report.glob("*.pdf")} == {path[:-4] for path in drawn}
     assert "groups_fedasync_clusters.png" not in drawn
 
 

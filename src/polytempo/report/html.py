@@ -37,7 +37,7 @@ th:first-child, td:first-child { text-align: left; padding-left: .25rem; }
 .settings td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 .settings th { font-weight: 500; color: var(--quiet); vertical-align: top; }
 code, pre { font: .88rem/1.5 ui-monospace, monospace; }
-pre { background: var(--soft); padding: .8rem 1rem; border-radius: .4rem; overflow-x: auto; }
+pre { background: var(--soft); padding: .8rem 1rem; border-radius: .4rem; white-space: pre-wrap; }
 figure { margin: 0 0 2rem; }
 img { max-width: 100%; height: auto; display: block; background: #fff; padding: .5rem;
   border-radius: .4rem; }
