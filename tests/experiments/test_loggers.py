@@ -17,10 +17,23 @@ EXTRAS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory):
+def unsynced():
+    """MLflow makes its tables in a hundred transactions: a busy disk need not keep up."""
+    sqlalchemy = pytest.importorskip("sqlalchemy")
+
+    def relax(connection, record):
+        connection.execute("PRAGMA synchronous=OFF")
+
+    sqlalchemy.event.listen(sqlalchemy.engine.Engine, "connect", relax)
+    yield
+    sqlalchemy.event.remove(sqlalchemy.engine.Engine, "connect", relax)
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory, unsynced):
     """A run with all logs that was interrupted, and resumed for more updates: its folder and
     result."""
-    for package in (*EXTRAS.values(), "sqlalchemy", "alembic"):
+    for package in (*EXTRAS.values(), "alembic"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("logged") / "run"
 
