@@ -157,11 +157,9 @@ def _closer(
     if not 0 < narrow < wide / 2:
         return drawn
     end, room = metric.worst(value for value in late if np.isfinite(value)), 0.08 * narrow
-    if metric.better == "higher":
-        axes.set_ylim(bottom=end - room)
-    else:
-        axes.set_ylim(top=end + room)
-    return [value for value in drawn if metric.reaches(value, end)]
+    left = [value for value in drawn if np.isfinite(value) and metric.reaches(value, end)]
+    axes.set_ylim(min(left) - room, max(left) + room)
+    return left
 
 
 def _title(curves: Mapping[str, Sequence[Curve]], of: str, interval: Interval) -> str:
