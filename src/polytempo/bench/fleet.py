@@ -47,9 +47,9 @@ def measure_upload(model: str, *, sync: bool, repeats: int = 50) -> dict[str, An
         stack.callback(light.close)
         light.connected()
         _arrive(server, 3)
-        before = server.figures()
         light.begin()
-        _arrive(server, before["updates"] + repeats)
+        before = server.figures()
+        _arrive(server, before["updates"] + repeats + 1)  # the last may not be acknowledged yet
         latencies, after = light.end(), server.figures()
     commits = after["commits"] - before["commits"]
     return {
