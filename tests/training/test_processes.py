@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import select
@@ -196,6 +197,47 @@ def test_answers_that_are_large_pass_the_pipes():
     with on_workers(Probe(), 2) as backend:
         [scores] = backend.evaluate([Exam(model, list(range(40_000)))])
     assert scores == [Score({"client": client, "loss": 7.0}) for client in range(40_000)]
+
+
+class Garbage:
+    """In a circle, so that only the garbage collector finds it."""
+
+    collected_in: list[int] = []  # noqa: RUF012 - of each process its own, once it is forked
+
+    def __init__(self) -> None:
+        self.circle = self
+
+    def __del__(self) -> None:
+        self.collected_in.append(os.getpid())
+
+
+class Collects(Probe):
+    """Makes garbage, collects all it can, and says how much that was."""
+
+    def evaluate(self, exam: Exam) -> list[Score]:
+        Garbage()
+        gc.collect()
+        return [Score({"collected": len(Garbage.collected_in), "automatic": gc.isenabled()})]
+
+
+def test_garbage_of_the_parent_is_left_to_the_parent():
+    """Finalizers may wait for threads, which a forked process does not have: a Zenoh session that
+    was garbage in the parent hung a worker for ever."""
+    gc.collect()
+    Garbage.collected_in.clear()
+    usual = gc.get_threshold()
+    gc.set_threshold(10**9)  # only when told to
+    try:
+        Garbage()
+        with on_workers(Collects(), 1) as backend:
+            [[found]] = backend.evaluate([Exam(torch.zeros(3, dtype=torch.float64), [0])])
+            assert gc.isenabled()
+        assert found == Score({"collected": 1, "automatic": True})
+        assert Garbage.collected_in == []
+    finally:
+        gc.set_threshold(*usual)
+    gc.collect()
+    assert Garbage.collected_in == [os.getpid()]
 
 
 class Talks(Probe):

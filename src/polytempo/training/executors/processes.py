@@ -8,11 +8,14 @@ as they like at once.
 
 A forked process inherits its parent's Python signal handlers, which may do anything: if one raises,
 the child would continue with the parent's program. So signals are blocked around the fork, until
-the child has reset all handlers to the system's defaults.
+the child has reset all handlers to the system's defaults. It also inherits the parent's garbage,
+which only the parent may collect: a finalizer can wait for a thread, and threads are not forked. So
+nothing is collected around the fork, until the child has put aside all that it inherited.
 """
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing as mp
 import os
@@ -69,7 +72,7 @@ class Processes:
                 name=f"polytempo worker {worker}",
                 daemon=True,
             )
-            with _signals_blocked():
+            with _nothing_in_between():
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -163,6 +166,8 @@ def _serve(solver: Solver, pipe: Connection, rows: Tensor, foreign: list[Connect
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever a library has installed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    gc.freeze()  # what was inherited is never collected here
+    gc.enable()
     for end in foreign:  # inherited ends would keep pipes open that others have closed
         end.close()
     torch.set_num_threads(1)
@@ -206,12 +211,17 @@ def _take(pipe: Connection, requests: SimpleQueue[tuple[str, int, Any]]) -> None
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """A process forked within this context gets no signal before it unblocks them."""
+def _nothing_in_between() -> Iterator[None]:
+    """A process forked within this context gets no signal, and collects no garbage, before it says
+    so."""
+    collects = gc.isenabled()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    gc.disable()
     try:
         yield
     finally:
+        if collects:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
