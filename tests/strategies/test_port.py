@@ -84,11 +84,31 @@ def test_port_is_its_formula(alpha, beta, omega, m, seed):
     np.testing.assert_allclose(strategy.model_for(0).numpy(), expected[-1], rtol=1e-9, atol=1e-12)
 
 
+@given(m=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+def test_the_mean_of_models_is_the_mean_of_what_clients_ended_with(m, seed):
+    """Whatever the weights of a buffer are: they are those of the steps."""
+    draw = np.random.default_rng(seed)
+    strategy = ready(PORT(buffer_size=m, average="models"), INITIAL.double())
+    served = [strategy.model_for(0)]
+    for _ in range(5):
+        ended, weights = [], []
+        for _ in range(m):
+            delta, tau = torch.from_numpy(draw.normal(size=3)), int(draw.integers(len(served)))
+            samples = int(draw.integers(1, 90))
+            ended.append(served[-1 - tau] + delta)
+            weights.append(samples * strategy.importance(delta, tau))
+            full = fold(strategy, delta, tau, samples)
+        assert full
+        mean = sum(w * model for w, model in zip(weights, ended, strict=True)) / sum(weights)
+        torch.testing.assert_close(strategy.model_for(0), mean, rtol=1e-9, atol=1e-12)
+        served.append(strategy.model_for(0))
+
+
 def test_defaults_are_those_of_pace():
     strategy = PORT()
     assert (strategy.alpha, strategy.beta) == (1, 1)
     assert (strategy.bound, strategy.buffer_size) == (10, 5)
-    assert strategy.requests is True
+    assert (strategy.average, strategy.requests) == ("steps", True)
 
 
 def test_fresh_updates_are_weighed_by_samples_alone():

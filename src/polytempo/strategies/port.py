@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -30,8 +30,11 @@ class PORT(Strategy):
     request: it stops at the end of its epoch and reports what it has.
 
     `alpha`, `beta`: the weights of staleness and interference. `bound`: Omega. `buffer_size`: m.
-    All defaults are PACE's. `requests=false` sends no urgent requests: instead, the server
-    collects updates without aggregating them while anybody over the bound is still in training.
+    All defaults are PACE's. `average=models` replaces w by the weighted mean of the buffered
+    models, w <- sum_i q_i theta_i, instead of adding the steps that clients took. Both public
+    implementations do so; a stale update then counts for less the further w has moved since.
+    `requests=false` sends no urgent requests: instead, the server collects updates without
+    aggregating them while anybody over the bound is still in training.
 
     The interference is that of the server's movement since the client's own dispatch, whatever its
     staleness (a public implementation looks two versions back for all). A reference of length zero
@@ -47,6 +50,7 @@ class PORT(Strategy):
     beta: Annotated[float, Field(ge=0)] = 1.0
     bound: Annotated[int, Field(ge=1)] = 10
     buffer_size: Annotated[int, Field(ge=1)] = 5
+    average: Literal["steps", "models"] = "steps"
     requests: bool = True
 
     def setup(self, context: Context) -> None:
@@ -75,6 +79,9 @@ class PORT(Strategy):
     def fold(self, update: Update, staleness: Staleness) -> bool:
         weight = update.samples * self.importance(update.vector, staleness.versions)
         self.total.add_(update.vector, alpha=weight)
+        if self.average == "models":  # theta_i - w instead of theta_i - w^(v - tau_i)
+            since = self.models.current - self.models.ago(staleness.versions)
+            self.total.sub_(since, alpha=weight)
         self.weight += weight
         self.count += 1
         self.models.release(update.client)
