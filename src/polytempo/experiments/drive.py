@@ -35,7 +35,7 @@ def drive(
     simulator: Engine,
     config: RunConfig,
     folder: Path,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback],
 ) -> RunResult:
     """Run to the end, or to an interrupt, keeping the folder's files up to date. If the training
     diverges, or the disk is full, it can be resumed from the last checkpoint; the history and

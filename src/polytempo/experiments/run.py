@@ -29,7 +29,7 @@ def in_memory(
     federation: Federation,
     model: Model,
     strategy: Strategy,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback],
 ) -> RunResult:
     """A run that leaves no folder."""
     config = resolve(config, federation, strategy)
@@ -48,8 +48,8 @@ def in_folder(
     federation: Federation,
     model: Model,
     strategy: Strategy,
-    callbacks: Sequence[Callback] = (),
-    resume: bool = False,
+    callbacks: Sequence[Callback],
+    resume: bool,
 ) -> RunResult:
     """A run from Python. With `resume`, the one that the folder holds, if any, goes on."""
     with Claim(folder):
@@ -154,9 +154,7 @@ def kept_settings(
     return described(settings, str(folder / "config.toml"), None, model, strategy)
 
 
-def _as_it_was(
-    config: RunConfig, state: State | None, strategy: Strategy | None = None
-) -> RunConfig:
+def _as_it_was(config: RunConfig, state: State | None, strategy: Strategy | None) -> RunConfig:
     """The settings, with what was left open as it was at the checkpoint. Those that the rest of the
     run depends on must be the same as there."""
     if state is None or "settings" not in state:  # of an old format, as `restore` will say
@@ -169,7 +167,7 @@ def _go_on(
     config: RunConfig,
     folder: Path,
     state: State | None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback],
 ) -> RunResult:
     with simulator.backend:  # workers are forked: better before the models are there
         if state is not None:

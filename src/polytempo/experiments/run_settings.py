@@ -21,7 +21,7 @@ GIVEN = "given in Python: "  # what the folder of a run from Python says of its 
 def described(
     settings: Mapping[str, Any],
     source: str,
-    federation: Federation | None = None,
+    federation: Federation | None,
     model: Model | None = None,
     strategy: Strategy | None = None,
 ) -> RunConfig:
@@ -46,9 +46,7 @@ def model_name(model: Model) -> Any:
     return MODELS.describe(model)
 
 
-def resolve(
-    config: RunConfig, federation: Federation, strategy: Strategy | None = None
-) -> RunConfig:
+def resolve(config: RunConfig, federation: Federation, strategy: Strategy | None) -> RunConfig:
     """The settings with everything filled in that was left open (`FILLED`)."""
     strategy, clients = strategy or config.make("strategy"), federation.clients
     updates = strategy.updates_of_run(config.updates, clients)
@@ -69,7 +67,7 @@ def resolve(
 
 
 def as_before(
-    config: RunConfig, before: Mapping[str, Any], what: str, strategy: Strategy | None = None
+    config: RunConfig, before: Mapping[str, Any], what: str, strategy: Strategy | None
 ) -> RunConfig:
     """The settings, with what was left open as it was before. Those that the rest of the run
     depends on must be the same."""

@@ -75,7 +75,7 @@ def summarise(
 
 
 def result_of(
-    run: Account, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
+    run: Account, strategy: Mapping[str, Any], complete: bool, interrupted: bool
 ) -> RunResult:
     """The figures of a run as it stands."""
     history, metric, stale = run.history, run.problem.metrics[0], run.staleness
