@@ -12,7 +12,7 @@ from polytempo.experiments.config import make_config
 from polytempo.experiments.fleet import Site, conduct, run_client
 from polytempo.experiments.fleet_plan import make_node, recorded, undertaking
 from polytempo.experiments.fleet_settings import for_fleet, known
-from polytempo.experiments.run import load_federation
+from polytempo.experiments.world import load_federation
 from polytempo.models import Inputs, build
 from polytempo.network.fleet.store import history
 from polytempo.nodes.star import Continued, Offered

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import polytempo as pt
 from polytempo.cli import main
-from polytempo.experiments import compare, result
+from polytempo.experiments import compare, result_folder
 from polytempo.strategies import STRATEGIES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def plotless(monkeypatch):
     """Plots take longer than the runs; one page draws them, the others do without."""
-    monkeypatch.setattr(result, "can_plot", lambda: False)
+    monkeypatch.setattr(result_folder, "can_plot", lambda: False)
     monkeypatch.setattr(compare, "can_plot", lambda: False)
 
 

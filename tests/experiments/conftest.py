@@ -14,7 +14,7 @@ import pytest
 
 from polytempo import cli
 from polytempo.core.events import Event
-from polytempo.experiments import compare, jobs, progress, result, sweep
+from polytempo.experiments import compare, jobs, progress, result_folder, sweep
 from polytempo.experiments.callbacks import Callback
 
 
@@ -79,7 +79,7 @@ def polytempo() -> Command:
 @pytest.fixture(autouse=True)
 def plotless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take longer than the runs here: only the folders of the fixtures below have them."""
-    monkeypatch.setattr(result, "can_plot", lambda: False)
+    monkeypatch.setattr(result_folder, "can_plot", lambda: False)
     monkeypatch.setattr(compare, "can_plot", lambda: False)
     monkeypatch.delenv("POLYTEMPO_DATA", raising=False)
 

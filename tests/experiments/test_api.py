@@ -38,7 +38,7 @@ def ran(tmp_path_factory):
     """A run on data and a model of one's own, in a folder; with what it returned."""
     place = tmp_path_factory.mktemp("api") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polytempo.experiments.result.can_plot", lambda: False)
+        patch.setattr("polytempo.experiments.result_folder.can_plot", lambda: False)
         given = {"strategy": "fedper", "model": lambda: network(), **TINY, "updates": 18}
         return place, pt.simulate(federation(), out=place, **given)
 

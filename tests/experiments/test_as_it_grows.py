@@ -5,11 +5,12 @@ import json
 
 import pytest
 
-import polytempo.experiments.run as running
 from polytempo.core.events import Evaluate
+from polytempo.experiments import drive
 from polytempo.experiments.callbacks import Callback
 from polytempo.experiments.compare import compare
 from polytempo.experiments.config import make_config
+from polytempo.experiments.run import run
 
 SETTINGS = {
     "strategy": "pace",
@@ -34,7 +35,7 @@ def rows(path):
 
 def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
     plain, watched = tmp_path / "plain", tmp_path / "watched"
-    running.run(make_config(SETTINGS, "test"), plain)
+    run(make_config(SETTINGS, "test"), plain)
     seen = []
 
     class Look(Callback):
@@ -43,9 +44,9 @@ def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
                 events = watched / "events.jsonl"
                 seen.append((len(rows(watched / "history.csv")), events.read_text().count("\n")))
 
-    monkeypatch.setattr(running, "SHOW_SECONDS", 0.0)
-    monkeypatch.setattr(running, "SHOW_SHARE", 1e9)
-    running.run(make_config(SETTINGS, "test"), watched, callbacks=[Look()])
+    monkeypatch.setattr(drive, "SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(drive, "SHOW_SHARE", 1e9)
+    run(make_config(SETTINGS, "test"), watched, callbacks=[Look()])
     history, lines = zip(*seen, strict=True)
     assert list(history) == sorted(history) and 0 < history[-2] <= len(seen) - 2
     assert list(lines) == sorted(lines) and lines[-2] > lines[1] > 0
@@ -55,10 +56,10 @@ def test_history_events_and_tables_grow_and_end_the_same(tmp_path, monkeypatch):
 
 def test_a_folder_says_from_the_beginning_what_it_is(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: True)
+    monkeypatch.setattr("polytempo.experiments.result_folder.can_plot", lambda: True)
     folder = tmp_path / "run"
     monkeypatch.setattr("sys.argv", ["/usr/bin/polytempo", "run", "--data", "two words"])
-    running.run(make_config({**SETTINGS, "strategy": "fedasync", "concurrency": 1}, "test"), folder)
+    run(make_config({**SETTINGS, "strategy": "fedasync", "concurrency": 1}, "test"), folder)
     found = json.loads((folder / "about.json").read_text())
     assert found["metric"]["name"] == "accuracy" and found["command"].endswith("'two words'")
     assert {"polytempo", "torch"} <= found["versions"].keys()

@@ -12,7 +12,7 @@ from torch import nn
 
 import polytempo as pt
 from polytempo.experiments.config import make_config, read_config
-from polytempo.experiments.result import read_result
+from polytempo.experiments.result_folder import read_result
 
 TINY = ("--clients", 6, "--limit", 120, "--model", "linear", "--epochs", 1, "--events")
 

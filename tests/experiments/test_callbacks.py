@@ -11,7 +11,7 @@ from fleets import run_fleet
 from polytempo import PolytempoError
 from polytempo.core.events import Upload
 from polytempo.core.metric import ACCURACY, MetricInfo
-from polytempo.experiments import run as run_module
+from polytempo.experiments import drive
 from polytempo.experiments.callbacks import STOPS, Run
 from polytempo.experiments.config import difference, make_config, read_config, write_config
 from polytempo.experiments.folders import of_run
@@ -156,7 +156,7 @@ def test_a_run_that_a_callback_broke_off_can_be_resumed(tmp_path, monkeypatch):
                 raise RuntimeError("enough")
 
     with monkeypatch.context() as patch, pytest.raises(PolytempoError, match="Failing"):
-        patch.setattr(run_module, "CHECKPOINT_SECONDS", 0)
+        patch.setattr(drive, "CHECKPOINT_SECONDS", 0)
         simulate(out=tmp_path / "broken", events=True, updates=9, callbacks=[Failing()])
     assert (tmp_path / "broken" / "checkpoint.safetensors").exists()
     pt.resume(tmp_path / "broken", progress=False)

@@ -5,8 +5,8 @@ import csv
 import numpy as np
 import pytest
 
-from polytempo.experiments import result
-from polytempo.experiments.result import read_result
+from polytempo.experiments import result_folder
+from polytempo.experiments.result_folder import read_result
 
 GIVEN = (
     *("--data", "synthetic:samples=30", "--clients", 12, "--concurrency", 12, "--refill", "same"),
@@ -17,7 +17,7 @@ GIVEN = (
 
 def test_a_run_says_who_was_in_which_cluster_and_when(polytempo, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(result, "can_plot", lambda: True)
+    monkeypatch.setattr(result_folder, "can_plot", lambda: True)
     folder = tmp_path / "run"
     found = polytempo("run", "--strategy", "casa", *GIVEN, "--out", folder, "--json").json
     assert found["clusters"] >= 1

@@ -22,7 +22,7 @@ def compared(polytempo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
     arguments = ("compare", "pace", "fedavg", *SMALL, "--seeds", 2, "-o", folder)
     with pytest.MonkeyPatch.context() as patch:  # plots of the single runs are tested elsewhere
-        patch.setattr("polytempo.experiments.result.can_plot", lambda: False)
+        patch.setattr("polytempo.experiments.result_folder.can_plot", lambda: False)
         return folder, polytempo(*arguments)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import polytempo as pt
-from polytempo.experiments.result import read_result
+from polytempo.experiments.result_folder import read_result
 from polytempo.experiments.tables import gains
 from polytempo.simulation import each_client
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
     """A run with every event."""
     place = tmp_path_factory.mktemp("clients") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polytempo.experiments.result.can_plot", lambda: False)
+        patch.setattr("polytempo.experiments.result_folder.can_plot", lambda: False)
         more = {"concurrency": 3, "devices": "two-speed:slow=0.5,factor=4", "events": True}
         pt.simulate(federation(), strategy="fedbuff", out=place, eval_every=10, **more, **TINY)
     return place

@@ -12,8 +12,8 @@ from polytempo import PolytempoError, simulate
 from polytempo.core.attacks import ATTACKS, Attack
 from polytempo.experiments.compare import Comparison
 from polytempo.experiments.config import make_config
-from polytempo.experiments.result import about_guards
-from polytempo.experiments.run import make_simulator, poisoned
+from polytempo.experiments.wording import about_guards
+from polytempo.experiments.world import make_simulator, poisoned
 from polytempo.simulation.guards import epsilon
 
 USUAL = {"model": "linear", "updates": 30, "epochs": 1, "lr": 0.1, "adapt_epochs": 0, "seed": 2}
@@ -30,7 +30,8 @@ def final(result):
 
 
 def test_figures_speak_of_all_four(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: False)  # it takes a while
+    # plots take a while
+    monkeypatch.setattr("polytempo.experiments.result_folder.can_plot", lambda: False)
     result = simulate(small, strategy="fedbuff", out=tmp_path / "a", **USUAL, **ALL)
     assert json.loads((tmp_path / "a" / "result.json").read_text())["privacy"] == result.privacy
     attackers = result.attack["clients"]
@@ -57,7 +58,7 @@ def test_figures_speak_of_all_four(small, tmp_path, monkeypatch):
 
 
 def test_a_run_is_resumed_bit_for_bit(small, tmp_path, monkeypatch):
-    monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: False)
+    monkeypatch.setattr("polytempo.experiments.result_folder.can_plot", lambda: False)
     given = {**USUAL, **ALL, "strategy": "pace", "out": tmp_path / "a"}
     simulate(small, **{**given, "updates": 14})
     resumed = simulate(small, **given, resume=True)

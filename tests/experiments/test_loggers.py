@@ -43,7 +43,7 @@ def logged(tmp_path_factory, unsynced):
                 signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polytempo.experiments.result.can_plot", lambda: False)
+        patch.setattr("polytempo.experiments.result_folder.can_plot", lambda: False)
         half = pt.simulate("digits", out=folder, log=list(LOGS), callbacks=[Interrupt()], **SMALL)
         assert not half.complete
         return folder, pt.resume(folder, updates=15, progress=False)

@@ -16,7 +16,7 @@ import pytest
 
 import polytempo as pt
 from polytempo import files
-from polytempo.experiments import run
+from polytempo.experiments import drive
 from polytempo.network.session import free_ports
 
 PAGE = (Path(__file__).parents[2] / "docs" / "mistakes.md").read_text(encoding="utf8")
@@ -51,7 +51,7 @@ def prepared(polytempo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(run, "CHECKPOINT_SECONDS", 0.0)
+        patch.setattr(drive, "CHECKPOINT_SECONDS", 0.0)
         assert polytempo("run", "--updates", 12, "--out", "runs/mine").code == 0
         for name in ("certs", "other"):
             given = ("--server", "server=127.0.0.1", "--clients", "ann")

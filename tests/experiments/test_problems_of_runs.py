@@ -12,9 +12,9 @@ import pytest
 import polytempo as pt
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import RESERVED, finite
-from polytempo.experiments import result
+from polytempo.experiments import result_folder
 from polytempo.experiments.compare import Comparison
-from polytempo.experiments.result import read_result
+from polytempo.experiments.result_folder import read_result
 from polytempo.simulation.metrics import MODELS
 
 SHORT = (
@@ -35,7 +35,7 @@ FORMS = ("best", "weighted", "std", "worst10", "adapted", "newcomers")
 @pytest.fixture
 def plots(plotless, monkeypatch):
     """As an exception, draw them."""
-    monkeypatch.setattr(result, "can_plot", lambda: True)
+    monkeypatch.setattr(result_folder, "can_plot", lambda: True)
 
 
 def history(folder):

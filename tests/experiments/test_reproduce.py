@@ -15,7 +15,7 @@ from polytempo import Federation, simulate
 from polytempo.core.errors import PolytempoError
 from polytempo.core.optimizer import Sgd
 from polytempo.data import available
-from polytempo.experiments import compare, paper_specs, result, run
+from polytempo.experiments import compare, paper_specs, result_folder, run, world
 from polytempo.experiments.config import read_config
 from polytempo.experiments.paper_report import _spelled
 from polytempo.experiments.paper_specs import experiments, load_experiment
@@ -562,7 +562,7 @@ def test_times_to_a_target_and_clusters_stand_in_the_table(tmp_path, monkeypatch
     (folder / "common.toml").write_text(GROUPS)
     (folder / "table1.toml").write_text(CLUSTERED)
     monkeypatch.setattr(paper_specs, "PAPERS", tmp_path / "papers")
-    monkeypatch.setattr(result, "can_plot", lambda: True)
+    monkeypatch.setattr(result_folder, "can_plot", lambda: True)
     out = tmp_path / "out"
     outcome = polytempo("reproduce", "tiny/table1", "--out", out, "--plots", "pdf")
     assert outcome.code == 0, outcome.err
@@ -571,7 +571,7 @@ def test_times_to_a_target_and_clusters_stand_in_the_table(tmp_path, monkeypatch
     assert [found[row]["paper's time"] for row in found] == ["2.5", "never", "2.5"]
     for row, label in (("casa", "CASA"), ("fedasync", "FedAsync")):
         run_folder = out / "tiny/runs/synthetic-groups" / row / "seed0"
-        history = result.read_result(run_folder).history
+        history = result_folder.read_result(run_folder).history
         expected = next((r["time"] for r in history if r["accuracy"] >= 0.3), None)
         assert found[label]["to 30%"] == ("never" if expected is None else f"{expected:.1f}")
     assert found["FedAsync"]["clusters"] == found["FedAsync"]["purity"] == "-"
@@ -719,13 +719,14 @@ def test_columns_that_ask_for_the_same_run_share_it(paper, polytempo, ran, tmp_p
 
 
 def test_the_data_are_read_once_for_all_rows(paper, polytempo, monkeypatch):
-    real, loaded = run.load_federation, []
+    real, loaded = world.load_federation, []
 
     def load(config):
         loaded.append(config.seed)
         return real(config)
 
-    monkeypatch.setattr(run, "load_federation", load)
+    for module in (world, run):
+        monkeypatch.setattr(module, "load_federation", load)
     assert polytempo("reproduce", "tiny/fig1", "--seeds", 2, *paper).code == 0
     assert loaded == [0, 1]
 
@@ -799,7 +800,7 @@ def test_quick_is_apart_smaller_and_says_so(paper, polytempo):
 def test_plots_and_report_are_written(paper, polytempo, monkeypatch):
     out = paper[1]
     polytempo("reproduce", "tiny/fig1", *paper)
-    monkeypatch.setattr(result, "can_plot", lambda: True)
+    monkeypatch.setattr(result_folder, "can_plot", lambda: True)
     for name, drawn in (
         ("fig1", ["accuracy_even", "tradeoff_even"]),
         ("fig2", ["accuracy_even", "bars_even"]),
@@ -952,7 +953,7 @@ def test_an_experiment_may_narrow_the_grids_and_share_the_runs(grid, polytempo, 
 
 
 def test_curves_over_steps_and_uploads_and_a_map_are_drawn(grid, polytempo, monkeypatch):
-    monkeypatch.setattr(result, "can_plot", lambda: True)
+    monkeypatch.setattr(result_folder, "can_plot", lambda: True)
     polytempo("reproduce", "tiny/table9", *grid)
     folder = grid[1] / "tiny/table9/digits"
     drawn = ["accuracy_even_updates", "accuracy_even_versions", "map"]

@@ -17,7 +17,8 @@ import pytest
 from safetensors import safe_open
 
 import polytempo as pt
-from polytempo.experiments import run as run_module
+from polytempo.experiments import drive
+from polytempo.experiments.checkpoint import CHECKPOINT, PREVIOUS
 from polytempo.experiments.config import RunConfig, make_config, read_config
 
 SMALL = ("--clients", 6, "--updates", 12, "--limit", 300, "--adapt-epochs", 1)
@@ -65,7 +66,7 @@ def test_a_run_writes_a_whole_folder(finished):
     folder, outcome = finished
     assert outcome.code == 0
     files = {path.name for path in folder.iterdir()}
-    assert files - {run_module.PREVIOUS} == {  # a run that took long has an older checkpoint, too
+    assert files - {PREVIOUS} == {  # a run that took long has an older checkpoint, too
         *("config.toml", "history.csv", "result.json", "checkpoint.safetensors", "events.jsonl"),
         *("accuracy.png", "staleness.png", "graph.png", "graph.npz", "report.html", "about.json"),
         *("clients.csv", "clients_history.csv", "distribution.png"),
@@ -306,9 +307,9 @@ def test_control_c_in_a_real_terminal_session(polytempo, tmp_path):
 KILLED = """
 import os, signal, sys
 from polytempo import cli
-from polytempo.experiments import run
-run.CHECKPOINT_SECONDS = -1.0
-save, saved = run.save_state, []
+from polytempo.experiments import drive
+drive.CHECKPOINT_SECONDS = -1.0
+save, saved = drive.save_state, []
 
 def save_and_die(path, state, keep):
     save(path, state, keep)
@@ -316,7 +317,7 @@ def save_and_die(path, state, keep):
     if saved[-1] >= 20:
         os.kill(os.getpid(), signal.SIGKILL)
 
-run.save_state = save_and_die
+drive.save_state = save_and_die
 cli.main()
 """
 
@@ -337,14 +338,14 @@ def test_a_killed_run_resumes_bit_by_bit(polytempo, tmp_path):
 
 
 def test_what_a_checkpoint_counts_is_in_the_event_log_before_it(polytempo, tmp_path, monkeypatch):
-    save, seen = run_module.save_state, []
+    save, seen = drive.save_state, []
 
     def watch(path, state, keep=None):
         save(path, state, keep)
         seen.append((state["events"], lines(tmp_path / "run" / "events.jsonl")))
 
-    monkeypatch.setattr(run_module, "save_state", watch)
-    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(drive, "save_state", watch)
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)
     assert polytempo("run", *TINY, "--updates", 10, "-o", tmp_path / "run").code == 0
     assert len(seen) > 10
     assert [counted for counted, on_disk in seen if counted > on_disk] == []
@@ -381,11 +382,11 @@ def test_a_resume_without_its_event_log_says_so(polytempo, interrupt, tmp_path):
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(polytempo, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)  # one after every event
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)  # one after every event
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     assert polytempo("run", *TINY, "--updates", 8, "-o", whole).code == 0
     assert polytempo("run", *TINY, "--updates", 4, "-o", torn).code == 0
-    last, previous = torn / run_module.CHECKPOINT, torn / run_module.PREVIOUS
+    last, previous = torn / CHECKPOINT, torn / PREVIOUS
     content = bytearray(last.read_bytes())
     content[-100] ^= 1
     last.write_bytes(content)
@@ -400,9 +401,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(polytempo, tmp_path, m
 
 def test_a_crash_between_two_checkpoints_costs_nothing(polytempo, tmp_path, monkeypatch):
     """The last one may be gone for a moment: the one before is there, and the folder is not new."""
-    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)
     assert polytempo("run", *TINY, "--updates", 4, "-o", tmp_path / "run").code == 0
-    (tmp_path / "run" / run_module.CHECKPOINT).unlink()
+    (tmp_path / "run" / CHECKPOINT).unlink()
     (tmp_path / "run" / "result.json").unlink()
     again = polytempo("run", *TINY, "--updates", 4, "-o", tmp_path / "run")
     assert "already holds a run" in again.error
@@ -412,7 +413,7 @@ def test_a_crash_between_two_checkpoints_costs_nothing(polytempo, tmp_path, monk
 
 def test_a_damaged_checkpoint_is_named(polytempo, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
-    (tmp_path / "run" / run_module.PREVIOUS).unlink(missing_ok=True)
+    (tmp_path / "run" / PREVIOUS).unlink(missing_ok=True)
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"rubbish" * 100)
     error = polytempo("run", "--resume", tmp_path / "run").error
     assert "checkpoint.safetensors" in error
@@ -455,7 +456,7 @@ def test_a_run_that_was_extended_is_one_that_was_longer_from_the_beginning(
     strategy, short, more, polytempo, plotless, tmp_path, monkeypatch
 ):
     """What closes the shorter run, evaluation and adaptation, leaves no trace."""
-    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", -1.0)  # whenever one might be made
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)  # whenever one might be made
     given = ("run", *TINY, "--check", "--strategy", strategy, *more)
     assert polytempo(*given, "--updates", short, "-o", tmp_path / "extended").code == 0
     assert int(history(tmp_path / "extended")[-1]["updates"]) == short
@@ -571,7 +572,7 @@ def test_a_finished_run_is_drawn_again_as_pdf(polytempo, tmp_path, monkeypatch):
     given = ("--clients", 6, "--updates", 12, "--limit", 120, "--model", "linear")
     assert polytempo("run", "--strategy", "fedasync", *given, "-o", folder).code == 0
     before = json.loads((folder / "result.json").read_text())["fingerprint"]
-    monkeypatch.setattr("polytempo.experiments.result.can_plot", lambda: True)
+    monkeypatch.setattr("polytempo.experiments.result_folder.can_plot", lambda: True)
     assert polytempo("run", "--resume", folder, "--plots", "pdf").code == 0
     assert {"accuracy.pdf", "staleness.pdf", "distribution.pdf"} <= {
         file.name for file in folder.iterdir()

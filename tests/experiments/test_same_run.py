@@ -100,8 +100,8 @@ def test_a_mistake_leaves_no_folder(polytempo, tmp_path, monkeypatch):
 FULL = """
 import resource, sys
 from polytempo import cli
-from polytempo.experiments import run
-run.CHECKPOINT_SECONDS = -1.0  # at every event
+from polytempo.experiments import drive
+drive.CHECKPOINT_SECONDS = -1.0  # at every event
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 cli.main()
 """

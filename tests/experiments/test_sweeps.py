@@ -143,7 +143,7 @@ def swept(polytempo, tmp_path_factory):
     """Two rates and two strategies with three seeds. To be read only."""
     folder = tmp_path_factory.mktemp("swept") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("result", "sweep"):
+        for name in ("result_folder", "sweep"):
             patch.setattr(f"polytempo.experiments.{name}.can_plot", lambda: False)
         arguments = ("sweep", *GRID, *TINY, "--seeds", 3, "--baseline", "strategy=fedavg")
         return folder, arguments, polytempo(*arguments, "-o", folder)
@@ -339,7 +339,7 @@ def searched(polytempo, tmp_path_factory):
     pytest.importorskip("optuna")
     folder = tmp_path_factory.mktemp("searched") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("result", "sweep"):
+        for name in ("result_folder", "sweep"):
             patch.setattr(f"polytempo.experiments.{name}.can_plot", lambda: False)
         arguments = ("sweep", *SEARCH, *TINY, "--seeds", 2)
         return folder, arguments, polytempo(*arguments, "-o", folder)
@@ -367,7 +367,7 @@ def test_trials_see_validation_samples_and_the_best_is_tested(searched):
 def test_the_same_search_makes_the_same_trials_and_a_longer_one_adds_to_them(
     searched, polytempo, tmp_path, interrupt, monkeypatch
 ):
-    for name in ("result", "sweep"):
+    for name in ("result_folder", "sweep"):
         monkeypatch.setattr(f"polytempo.experiments.{name}.can_plot", lambda: False)
     folder, arguments, _ = searched
     interrupt(25)

@@ -10,7 +10,8 @@ from torch import nn
 
 from polytempo import PolytempoError, Task
 from polytempo.core.events import Evaluate, Upload
-from polytempo.experiments.result import summarise, write_result
+from polytempo.experiments.result_folder import write_result
+from polytempo.experiments.summary import summarise
 from polytempo.simulation import Extension, PeerSimulator, Simulator
 from polytempo.simulation.checks import Checker, InvariantError, PeerChecker
 from polytempo.simulation.devices import TwoSpeed

@@ -17,7 +17,7 @@ from polytempo.experiments.config import make_config
 from polytempo.experiments.fleet_plan import make_node, undertaking
 from polytempo.experiments.fleet_settings import alone, for_fleet, known
 from polytempo.experiments.fleet_trainer import SolverTrainer
-from polytempo.experiments.run import make_simulator
+from polytempo.experiments.world import make_simulator
 from polytempo.models import Inputs, build, tokenizer, trained_parts
 from polytempo.training import AutogradSolver, Job, problem_for
 from tiny_bert import WORDS, needs_transformers, text_federation, texts, write_bert

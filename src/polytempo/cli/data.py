@@ -21,7 +21,7 @@ from polytempo.data import DatasetInfo, Got, available, data_folder, get
 from polytempo.data.download import Report
 from polytempo.data.origin import megabytes
 from polytempo.experiments.config import FEDERATION, make_config, read_config
-from polytempo.experiments.run import load_federation
+from polytempo.experiments.world import load_federation
 from polytempo.report import plot_labels
 
 data_group = typer.Typer(add_completion=False, invoke_without_command=True)

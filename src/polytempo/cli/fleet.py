@@ -30,10 +30,10 @@ from polytempo.experiments.fleet_settings import (
     server_table,
 )
 from polytempo.experiments.folders import RUNS, of_run
+from polytempo.experiments.interrupt import interruptible
 from polytempo.experiments.jobs import Report
 from polytempo.experiments.progress import RunProgress
 from polytempo.experiments.result import RunResult
-from polytempo.experiments.run import interruptible
 from polytempo.network.session import require_network
 from polytempo.simulation.devices import TwoSpeed
 

@@ -19,9 +19,9 @@ from polytempo.cli.settings import with_settings
 from polytempo.core.metric import MetricInfo
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import new_folder, of_run
+from polytempo.experiments.interrupt import interruptible
 from polytempo.experiments.peer import EXCHANGE_SECONDS, SAVE_ROUNDS, run_peer
 from polytempo.experiments.peer_settings import PEER_SETTINGS
-from polytempo.experiments.run import interruptible
 from polytempo.network.session import Address, require_network
 
 P2POptions = Annotated[

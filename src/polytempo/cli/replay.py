@@ -13,8 +13,8 @@ from polytempo.cli.options import Json
 from polytempo.experiments.compare import settle
 from polytempo.experiments.folders import slug
 from polytempo.experiments.progress import RunProgress
-from polytempo.experiments.result import read_result
-from polytempo.experiments.run import LastFederation
+from polytempo.experiments.result_folder import read_result
+from polytempo.experiments.world import LastFederation
 from polytempo.network.session import require_network
 
 

@@ -18,8 +18,9 @@ from polytempo.experiments.advice import advice
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.folders import new_folder, of_run
 from polytempo.experiments.progress import RunProgress
-from polytempo.experiments.result import RunResult, about_clusters, about_guards
+from polytempo.experiments.result import RunResult
 from polytempo.experiments.run import resume, run
+from polytempo.experiments.wording import about_clusters, about_guards
 
 CHANGEABLE = ("updates", "workers", "log", "plots")  # of a run that is resumed
 FORMS = ("best", "worst10", "newcomers")  # of the metric, shown at the end of a run

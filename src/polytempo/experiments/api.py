@@ -20,9 +20,12 @@ from polytempo.experiments.compare import Comparison
 from polytempo.experiments.config import FEDERATION
 from polytempo.experiments.jobs import Watch
 from polytempo.experiments.progress import RunProgress
-from polytempo.experiments.result import RunResult, read_result
-from polytempo.experiments.run import described, in_folder, in_memory, load_federation
+from polytempo.experiments.result import RunResult
+from polytempo.experiments.result_folder import read_result
+from polytempo.experiments.run import in_folder, in_memory
+from polytempo.experiments.run_settings import described
 from polytempo.experiments.sweep import Sweep
+from polytempo.experiments.world import load_federation
 from polytempo.models import Model
 from polytempo.report.intervals import Interval
 from polytempo.strategies import STRATEGIES

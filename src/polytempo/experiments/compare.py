@@ -17,32 +17,21 @@ from polytempo.core.strategy import Strategy
 from polytempo.data import Federation
 from polytempo.experiments.about import origin, read_about
 from polytempo.experiments.callbacks import Callback
+from polytempo.experiments.checkpoint import holds_run
 from polytempo.experiments.config import EXECUTION, RunConfig, difference, read_config
 from polytempo.experiments.folders import slug, spelled
 from polytempo.experiments.peer_settings import of_comparison
-from polytempo.experiments.result import (
-    CLUSTERS,
-    FINE_TUNED,
-    RunResult,
-    as_frame,
-    can_plot,
-    read_result,
-    write_table,
-)
-from polytempo.experiments.run import (
-    LastFederation,
-    described,
-    holds_run,
-    in_memory,
-    resolve,
-    restored,
-    resume,
-    run,
-)
+from polytempo.experiments.result import FINE_TUNED, RunResult
+from polytempo.experiments.result_folder import can_plot, read_result
+from polytempo.experiments.rows import as_frame, write_table
+from polytempo.experiments.run import in_memory, restored, resume, run
+from polytempo.experiments.run_settings import described, resolve
 from polytempo.experiments.tables import by_column, figures, gains, numbers, spread
+from polytempo.experiments.world import LastFederation
 from polytempo.files import replace_text
 from polytempo.models import Model
 from polytempo.report import html_table, in_formats, plot_curves, plot_distribution, write_html
+from polytempo.simulation import clusters
 from polytempo.simulation.each_client import known
 from polytempo.strategies import STRATEGIES
 
@@ -368,7 +357,7 @@ def known_of_clusters(results: Mapping[str, Sequence[RunResult]]) -> list[str]:
     """Which figures of clusters there are: none without clusters, the number alone without true
     groups."""
     summaries = [result.summary for found in results.values() for result in found]
-    return [key for key in CLUSTERS if any(s.get(key) is not None for s in summaries)]
+    return [key for key in clusters.FIGURES if any(s.get(key) is not None for s in summaries)]
 
 
 def of_clusters(found: Sequence[RunResult], known: Sequence[str]) -> dict[str, str]:

@@ -37,13 +37,10 @@ from polytempo.experiments.fleet_settings import (
 )
 from polytempo.experiments.fleet_trainer import SolverTrainer
 from polytempo.experiments.jobs import Report
-from polytempo.experiments.result import (
-    RunResult,
-    result_of,
-    write_arrays,
-    write_result,
-    write_table,
-)
+from polytempo.experiments.result import RunResult
+from polytempo.experiments.result_folder import write_arrays, write_result
+from polytempo.experiments.rows import write_table
+from polytempo.experiments.summary import result_of
 from polytempo.files import Claim, replace_text
 from polytempo.network.fleet.admission import Admission, Policy
 from polytempo.network.fleet.client import GIVE_UP, FleetClient, Unreachable

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from polytempo.core.errors import PolytempoError
+from polytempo.experiments.checkpoint import holds_run
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.fleet_settings import for_fleet
 from polytempo.experiments.local_group import Events, LocalGroup
-from polytempo.experiments.result import RunResult, can_plot, read_result
-from polytempo.experiments.run import holds_run, run
+from polytempo.experiments.result import RunResult
+from polytempo.experiments.result_folder import can_plot, read_result
+from polytempo.experiments.run import run
 from polytempo.files import replace_text
 from polytempo.network.session import free_ports
 from polytempo.report import plot_curves

@@ -49,8 +49,9 @@ from polytempo.experiments.fleet_settings import (
     samples_like,
 )
 from polytempo.experiments.fleet_trainer import MODEL
+from polytempo.experiments.interrupt import interruptible
 from polytempo.experiments.result import RunResult
-from polytempo.experiments.run import GIVEN, interruptible
+from polytempo.experiments.run_settings import GIVEN
 from polytempo.files import replacing
 from polytempo.network.fleet.client import GIVE_UP
 from polytempo.network.fleet.limits import limits_of

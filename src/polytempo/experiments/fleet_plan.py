@@ -18,6 +18,7 @@ from polytempo.core.layout import Layout, digest_of
 from polytempo.core.server import Server
 from polytempo.core.strategy import Context, Strategy
 from polytempo.core.task import TASKS
+from polytempo.experiments.checkpoint import holds_run
 from polytempo.experiments.config import RunConfig, make_config, read_config
 from polytempo.experiments.fleet_settings import (
     AUTO,
@@ -26,7 +27,7 @@ from polytempo.experiments.fleet_settings import (
     problem_name,
     problem_of,
 )
-from polytempo.experiments.run import as_before, holds_run
+from polytempo.experiments.run_settings import as_before
 from polytempo.models import build
 from polytempo.network.fleet.store import JOURNAL
 from polytempo.nodes.plan import FleetPlan, Patience

@@ -12,7 +12,7 @@ import numpy as np
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.privacy import Gaussian
-from polytempo.experiments.result import Account
+from polytempo.experiments.summary import Account
 from polytempo.nodes.exams import Exam
 from polytempo.nodes.server import ServerNode
 from polytempo.nodes.star import Sums

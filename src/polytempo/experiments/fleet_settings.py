@@ -23,7 +23,8 @@ from polytempo.data.sources import is_path
 from polytempo.experiments.config import FEDERATION, RunConfig
 from polytempo.experiments.peer import client_of
 from polytempo.experiments.peer_settings import refuse
-from polytempo.experiments.run import load_federation, resolve
+from polytempo.experiments.run_settings import resolve
+from polytempo.experiments.world import load_federation
 from polytempo.models import Inputs, tokenizer
 from polytempo.nodes.plan import Patience
 from polytempo.simulation.simulator import concurrency_of

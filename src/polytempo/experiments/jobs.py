@@ -23,7 +23,8 @@ from polytempo.core.events import Evaluate, Event
 from polytempo.experiments.callbacks import Callback, Row, Run
 from polytempo.experiments.compare import settle
 from polytempo.experiments.config import RunConfig
-from polytempo.experiments.run import LastFederation, interruptible
+from polytempo.experiments.interrupt import interruptible
+from polytempo.experiments.world import LastFederation
 
 Report = Callable[[int, int, str], None]  # updates so far, of how many, and how it goes
 Watch = Callable[[str], Report]  # given the label of a run that begins

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.metric import ACCURACY
-from polytempo.experiments import result
+from polytempo.experiments import result_folder
 from polytempo.experiments.compare import PLOTS
 from polytempo.experiments.folders import slug
 from polytempo.experiments.paper_specs import FIGURES, QUICK, Experiment, filled
@@ -61,7 +61,7 @@ def write_report(place: Place, dataset: str, command: str, plots: str = "png") -
     tables = {column: table(place, column, results[column]) for column in columns}
     images: dict[str, list[tuple[str, Path]]] = {column: [] for column in columns}
     maps: list[tuple[str, Path]] = []
-    if result.can_plot():
+    if result_folder.can_plot():
         draw = partial(in_formats, plots=plots)
         images = {c: _draw(place, folder, c, results[c], draw) for c in columns}
         if experiment.plot == "heatmap":

@@ -18,8 +18,8 @@ from polytempo.core.errors import PolytempoError
 from polytempo.core.strategy import Context
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.peer_settings import networked
-from polytempo.experiments.result import write_table
-from polytempo.experiments.run import load_federation
+from polytempo.experiments.rows import write_table
+from polytempo.experiments.world import load_federation
 from polytempo.files import replace_text
 from polytempo.models import Inputs, build
 from polytempo.network.driver import Driver, PeerPlan

@@ -13,11 +13,12 @@ from typing import Any
 
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import MetricInfo
+from polytempo.experiments.checkpoint import holds_run
 from polytempo.experiments.config import RunConfig, write_config
 from polytempo.experiments.local_group import Events, LocalGroup
 from polytempo.experiments.peer_settings import networked
-from polytempo.experiments.result import can_plot, write_table
-from polytempo.experiments.run import holds_run
+from polytempo.experiments.result_folder import can_plot
+from polytempo.experiments.rows import write_table
 from polytempo.files import replace_text
 from polytempo.network.folder import INCARNATION, STATE
 from polytempo.network.session import free_ports

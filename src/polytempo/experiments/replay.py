@@ -28,7 +28,7 @@ from polytempo.data.npz import client_files
 from polytempo.experiments.config import RunConfig, make_config
 from polytempo.experiments.fleet_plan import Undertaking, make_node, one_order, recorded
 from polytempo.experiments.fleet_settings import OF_CLIENTS
-from polytempo.experiments.run import GIVEN
+from polytempo.experiments.run_settings import GIVEN
 from polytempo.files import replace_text
 from polytempo.network.fleet.store import EVENTS, JOURNAL, TABLE, history
 from polytempo.nodes.server import ServerNode

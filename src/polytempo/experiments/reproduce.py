@@ -23,14 +23,15 @@ import numpy as np
 from polytempo.core.errors import PolytempoError
 from polytempo.core.metric import ACCURACY
 from polytempo.data import available
+from polytempo.experiments.checkpoint import holds_run
 from polytempo.experiments.compare import known_of_clusters, of_clusters
 from polytempo.experiments.config import RunConfig, difference, read_config
 from polytempo.experiments.folders import slug
 from polytempo.experiments.jobs import Order, Watch, carry_out_all
 from polytempo.experiments.paper_specs import FIGURES, Choice, Experiment, spelled
 from polytempo.experiments.peer_settings import of_comparison
-from polytempo.experiments.result import RunResult, read_result
-from polytempo.experiments.run import holds_run
+from polytempo.experiments.result import RunResult
+from polytempo.experiments.result_folder import read_result
 from polytempo.experiments.tables import messages, spread
 
 Results = Mapping[str, Sequence[RunResult]]  # by row, one for each seed

@@ -1,62 +1,28 @@
-"""What a run leaves behind: figures, history, models, and the folder with all of it."""
+"""What a run gives its user: the figures, the history, each client's row and model."""
 
 from __future__ import annotations
 
-import csv
-import importlib.util
-import io
-import json
-import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from polytempo.core.errors import PolytempoError, nearest
-from polytempo.core.metric import MetricInfo, finite
-from polytempo.experiments.about import origin, read_about
-from polytempo.files import replace_text, replacing
-from polytempo.report import (
-    Curve,
-    html_table,
-    in_formats,
-    plot_clusters,
-    plot_curves,
-    plot_diagnosis,
-    plot_distribution,
-    plot_graph,
-    plot_peers,
-    plot_similarity,
-    plot_staleness,
-    write_html,
-)
-from polytempo.simulation import Engine, Extension, clusters, guards
-from polytempo.simulation.each_client import known
-from polytempo.simulation.metrics import LAST, convergence_time, final_value, models_sent, time_to
-from polytempo.training import PERSONAL, Problem
-from polytempo.training.footprint import peak_memory
+from polytempo.core.metric import MetricInfo
+from polytempo.experiments.rows import as_frame
+from polytempo.experiments.wording import figures_in_words
+from polytempo.files import replacing
+from polytempo.report import Curve, html_table, plot_curves
+from polytempo.simulation import Engine, Extension
+from polytempo.simulation.metrics import LAST, final_value, models_sent, time_to
+from polytempo.training import PERSONAL
 
-CLUSTERS = clusters.FIGURES
-SOMETIMES = (*CLUSTERS, "diagnosis", "peers", *guards.FIGURES)  # null where there is none
 FINE_TUNED = " + fine-tuning"  # what the names of such rows end with
-TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # of shares that should be high
-PLOTS: dict[str, tuple[str, Callable[..., Path]]] = {  # of what extensions have to show
-    "peers": ("Each peer by itself", plot_peers),
-    "clients": ("Each client by itself", plot_peers),
-    "diagnosis": ("Why the steps are wrong, and who moves the model", plot_diagnosis),
-    "clusters": ("Clusters: who belongs where, when", plot_clusters),
-    "similarity": ("How alike the server finds clients, over the run", plot_similarity),
-    "graph": ("Collaboration graph: who learns from whom", plot_graph),
-}
 
 
 @dataclass(repr=False)
@@ -265,7 +231,7 @@ class RunResult:
     def __repr__(self) -> str:
         if not self.summary.keys() >= {"strategy", "arrivals"}:
             return "<RunResult>"
-        figures = _figures(self)
+        figures = figures_in_words(self)
         words = [f"{key} {figures[key]}" for key in ("handed", "adapted", self.clock)]
         end = "" if self.summary["complete"] else ", interrupted"
         return (
@@ -275,324 +241,4 @@ class RunResult:
 
     def _repr_html_(self) -> str:
         about = f"{self.summary['federation']}; seed {self.summary['seed']}; {self.metric.label}"
-        return f"<p>{escape(about)}</p>{html_table([_figures(self)])}"
-
-
-def as_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Rows as a pandas DataFrame; as they are, where pandas is not installed."""
-    try:
-        import pandas
-    except ImportError:
-        return [dict(row) for row in rows]
-    return pandas.DataFrame.from_records([dict(row) for row in rows])
-
-
-@dataclass(frozen=True)
-class Account:
-    """What the figures of a run are made of, whether it was simulated or is a real fleet's."""
-
-    about: str  # its federation
-    seed: int
-    problem: Problem
-    history: list[dict[str, Any]]
-    time: float
-    real: bool  # seconds, not simulated ones
-    updates: int
-    messages: Mapping[str, int]
-    bytes: Mapping[str, int]
-    staleness: Counter[int]
-    parameters: int
-    wall: Mapping[str, float]
-    backend: str
-    wasted: int = 0
-    memory: float = 0.0  # bytes of workers
-    fingerprint: str = ""
-    adaptation_time: float | None = None
-    stopped: str | None = None  # why it ended early
-    extensions: Sequence[Extension] = ()
-
-
-def summarise(
-    simulator: Engine, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
-) -> RunResult:
-    """The figures of a simulation as it stands."""
-    account = Account(
-        about=simulator.federation.description,
-        seed=simulator.seed,
-        problem=simulator.problem,
-        history=simulator.history,
-        time=simulator.time,
-        real=False,
-        updates=simulator.updates,
-        messages=simulator.messages,
-        bytes=simulator.bytes,
-        staleness=simulator.staleness,
-        parameters=simulator.layout.size,
-        wall=simulator.wall,
-        backend=simulator.backend.name,
-        wasted=simulator.backend.wasted,
-        memory=simulator.backend.worker_memory,
-        fingerprint=simulator.fingerprint,
-        adaptation_time=simulator.adaptation_time(),
-        stopped=simulator.stopped,
-        extensions=list(simulator.extensions.values()),
-    )
-    result = result_of(account, strategy, complete, interrupted)
-    result.simulator, result.extensions = simulator, ()  # they are the simulator's
-    return result
-
-
-def result_of(
-    run: Account, strategy: Mapping[str, Any], complete: bool, interrupted: bool = False
-) -> RunResult:
-    """The figures of a run as it stands."""
-    history, metric, stale = run.history, run.problem.metrics[0], run.staleness
-    targets = TARGETS if metric.share and metric.better == "higher" else ()
-    summary = finite(
-        {
-            "strategy": strategy["name"],
-            "options": {key: value for key, value in strategy.items() if key != "name"},
-            "seed": run.seed,
-            "complete": complete,
-            "stopped": run.stopped,
-            "federation": run.about,
-            "metric": metric.about,
-            **_of_metrics(history, run.problem),
-            **dict.fromkeys(SOMETIMES),
-            **{k: v for each in run.extensions for k, v in each.figures().items()},
-            "simulated_time": None if run.real else run.time,
-            **({"seconds": run.time} if run.real else {}),
-            "adaptation_time": run.adaptation_time,
-            "time_to": {str(target): time_to(history, metric, target) for target in targets},
-            "convergence_time": convergence_time(history, metric),
-            "arrivals": run.updates,
-            "messages": {
-                **run.messages,
-                **{f"{kind}_bytes": size for kind, size in run.bytes.items()},
-            },
-            "staleness_mean": sum(k * v for k, v in stale.items()) / stale.total()
-            if stale
-            else None,  # peers, cohorts and clients alone have none
-            "staleness": {str(k): v for k, v in sorted(stale.items())},
-            "parameters": run.parameters,
-            "wall_seconds": dict(run.wall),
-            "backend": run.backend,
-            "trained_in_vain": run.wasted,
-            "peak_rss_mb": (peak_memory() + run.memory) / 2**20 or None,
-            "fingerprint": run.fingerprint,
-            "version": version("polytempo"),
-        }
-    )
-    return RunResult(summary, history, None, run.extensions, interrupted)
-
-
-def _of_metrics(history: Sequence[Mapping[str, Any]], problem: Problem) -> dict[str, float | None]:
-    """The metric in all its forms, and the final value of every other."""
-    metric, *others = problem.metrics
-    name = metric.name
-    last: Mapping[str, Any] = history[-1] if history else defaultdict(lambda: None)
-    tried = [row[name] for row in history if row["updates"] > 0] or [row[name] for row in history]
-    found = {
-        name: final_value(history, name),
-        f"{name}_best": metric.best(tried) if tried else None,
-        **{f"{name}_{form}": last[f"{name}_{form}"] for form in ("weighted", "std", "worst10")},
-        f"{name}_adapted": last[f"{name}_adapted"],
-        f"{name}_adapted_worst10": last.get(f"{name}_adapted_worst10"),
-        **dict.fromkeys(f"{name}_{form}" for form in ("best10", "adapted_std", "newcomers")),
-    }
-    for other in others:
-        pooled = f"{other.name}_weighted"
-        found |= {other.name: final_value(history, other.name), pooled: last[pooled]}
-    return found
-
-
-# -- the folder ---------------------------------------------------------------------------------
-
-
-def write_result(folder: Path, result: RunResult, settings: Mapping[str, Any]) -> None:
-    """history.csv, result.json, the plots and the report. Needs matplotlib for the last two."""
-    replace_text(folder / "result.json", json.dumps(result.summary, indent=2) + "\n")
-    if not result.history:  # nobody has tested anything yet
-        return
-    write_table(folder / "history.csv", result.history)
-    extensions = result.all_extensions()
-    for extension in extensions:
-        _write_files(folder, extension)
-    if not can_plot():
-        return
-    images = _plots(folder, result, extensions, settings.get("plots", "png"))
-    about = read_about(folder)
-    write_html(
-        folder / "report.html",
-        title=f"{result.summary['strategy']} on {result.summary['federation']}",
-        intro=f"Seed {result.summary['seed']}, {result.summary['arrivals']} updates folded"
-        + ("." if result.summary["complete"] else ", interrupted.")
-        + f" Metric: {result.metric.label}, {result.metric.direction}.",
-        table=[_figures(result)],
-        images=images,
-        settings={**settings, **origin(about)},
-        command=about.get("command"),
-    )
-
-
-def write_so_far(folder: Path, simulator: Engine) -> None:
-    """What a run that goes on has to show: its history, and the tables and arrays of extensions."""
-    if simulator.history:
-        write_table(folder / "history.csv", simulator.history, durable=False)
-    for extension in simulator.extensions.values():
-        _write_files(folder, extension, durable=False)
-
-
-def _write_files(folder: Path, extension: Extension, durable: bool = True) -> None:
-    """The tables and arrays that it has to show."""
-    for name, rows in extension.tables().items():
-        if rows:
-            write_table(folder / f"{name}.csv", rows, durable)
-    write_arrays(folder, extension, durable)
-
-
-def write_arrays(folder: Path, extension: Extension, durable: bool = True) -> None:
-    for name, arrays in extension.arrays().items():
-        with (
-            replacing(folder / f"{name}.npz", durable=durable) as partial,
-            partial.open("wb") as file,
-        ):
-            np.savez_compressed(file, **arrays)
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is there; if not, says how to get it."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        return True
-    warnings.warn('no plots without matplotlib: pip install "polytempo[plots]"', stacklevel=2)
-    return False
-
-
-def _plots(
-    folder: Path, result: RunResult, extensions: Sequence[Extension], plots: str
-) -> list[tuple[str, Path]]:
-    metric = result.metric
-    path = in_formats(result.plot, folder / f"{metric.name}.png", plots)
-    images = [(f"{metric.heading} against {result.clock}", path)]
-    counts = {int(k): v for k, v in result.summary["staleness"].items()}
-    if any(counts):  # else all updates were fresh
-        path = in_formats(partial(plot_staleness, counts), folder / "staleness.png", plots)
-        images.append(("Staleness of the updates", path))
-    clients = result.clients
-    columns = {"handed": metric.name, "adapted": f"{metric.name}_adapted"}
-    spread = {
-        label: [values]
-        for label, column in columns.items()
-        if len(values := known(clients, column).tolist()) > 1
-    }
-    if spread:
-        draw = partial(plot_distribution, spread, metric)
-        path = in_formats(draw, folder / "distribution.png", plots)
-        images.append(("How clients differ: sorted, and as boxes", path))
-    for name, given in ((n, g) for each in extensions for n, g in each.plots().items()):
-        caption, shown = PLOTS[name]
-        path = in_formats(partial(shown, **given), folder / f"{name}.png", plots)
-        images.append((caption, path))
-    return images
-
-
-def _figures(result: RunResult) -> dict[str, str]:
-    summary, metric = result.summary, result.metric
-    more = {} if summary["clusters"] is None else {"clusters": about_clusters(summary)}
-    size = sum(v for k, v in summary["messages"].items() if k.endswith("_bytes"))
-    if summary["staleness_mean"]:
-        more["mean staleness"] = f"{summary['staleness_mean']:.1f}"
-    return {
-        "strategy": summary["strategy"],
-        "handed": metric.text(result.value),
-        "best": metric.text(summary[f"{metric.name}_best"]),
-        "adapted": metric.text(result.adapted),
-        "worst 10%": metric.text(summary[f"{metric.name}_worst10"]),
-        **more,
-        **about_guards(summary),
-        result.clock: f"{result.seconds_taken:.1f} s",
-        "messages": str(models_sent(summary["messages"])),
-        "MB sent": f"{size / 1e6:,.1f}",
-    }
-
-
-def about_clusters(summary: Mapping[str, Any]) -> str:
-    """How many clusters there are, and clients in none; where true groups are known, how well the
-    others fit."""
-    number, outside, pure, ari = (summary[key] for key in CLUSTERS)
-    more = [f"{outside} clients in none"] if outside else []
-    more += [] if ari is None else [f"purity {pure:.2f}, adjusted Rand index {ari:.2f}"]
-    return f"{number}" + (f" ({'; '.join(more)})" if more else "")
-
-
-def about_guards(summary: Mapping[str, Any]) -> dict[str, str]:
-    """What there is to say of privacy, attacks and defences."""
-    found = {}
-    if private := summary.get("privacy"):
-        worst, mid = (private[f"epsilon_{x}"] for x in ("max", "median"))
-        found["privacy"] = (
-            "no noise, so no bound"
-            if worst is None
-            else f"epsilon {worst:,.1f} for the client with most uploads ({mid:,.1f} median), "
-            f"delta {private['delta']:g}"
-        )
-    if attack := summary.get("attack"):
-        found["attack"] = (
-            f"{attack['name']} by {len(attack['clients'])} clients ({attack['share']:.0%}); "
-            "figures are over the others"
-        )
-    if defence := summary.get("defence"):
-        found["defence"] = (
-            f"{defence['name']}: {defence['changed']} of {defence['uploads']} updates cut down"
-        )
-    return found
-
-
-def run_inside(folder: Path, file: str) -> str:
-    """For a folder that is not a run's but perhaps holds some: one of them."""
-    inner = sorted(path.parent for path in folder.glob(f"**/{file}"))[:1]
-    return f"; name one of the runs in it, such as {inner[0]}" if inner else ""
-
-
-def read_result(folder: Path) -> RunResult:
-    """A result as `write_result` left it."""
-    if not (folder / "result.json").exists():
-        raise PolytempoError(
-            f"{folder} holds no result: it has no result.json" + run_inside(folder, "result.json")
-        )
-    try:
-        summary = json.loads((folder / "result.json").read_text(encoding="utf8"))
-        history = read_table(folder / "history.csv")
-        each = folder / "clients.csv"  # not there for a very great number of clients
-        clients = read_table(each) if each.exists() else []
-    except (OSError, ValueError) as error:
-        raise PolytempoError(f"{folder} holds no readable result: {error}") from error
-    return RunResult(summary, history, rows=clients)
-
-
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file; what is not a name is a number, or None if it is not there."""
-    with path.open(newline="", encoding="utf8") as file:
-        rows = csv.DictReader(file)
-        return [{k: v if k == "name" else _number(v) for k, v in row.items()} for row in rows]
-
-
-def _number(text: str) -> float | int | None:
-    if text == "":
-        return None
-    return int(text) if text.lstrip("-").isdigit() else float(text)
-
-
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]], durable: bool = True) -> None:
-    """Rows as a CSV file."""
-    replace_text(path, csv_text(rows), durable)
-
-
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV; what a row does not have is empty."""
-    text = io.StringIO()
-    columns = dict.fromkeys(key for row in rows for key in row)
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+        return f"<p>{escape(about)}</p>{html_table([figures_in_words(self)])}"

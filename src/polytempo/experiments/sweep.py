@@ -20,16 +20,14 @@ from polytempo.experiments.config import FEDERATION, RunConfig
 from polytempo.experiments.folders import slug
 from polytempo.experiments.grid import Grid, Values, label_of, points_of, with_values, word
 from polytempo.experiments.jobs import Order, Reporting, Watch, carry_out_all
-from polytempo.experiments.result import (
-    RunResult,
-    as_frame,
-    can_plot,
-    read_result,
-    write_table,
-)
-from polytempo.experiments.run import LastFederation, described, restored
+from polytempo.experiments.result import RunResult
+from polytempo.experiments.result_folder import can_plot, read_result
+from polytempo.experiments.rows import as_frame, write_table
+from polytempo.experiments.run import restored
+from polytempo.experiments.run_settings import described
 from polytempo.experiments.significance import holm, paired
 from polytempo.experiments.tables import figures, numbers, spread
+from polytempo.experiments.world import LastFederation
 from polytempo.files import replace_text
 from polytempo.models import Model
 from polytempo.report import html_table, in_formats, plot_curves, write_html

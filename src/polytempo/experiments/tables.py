@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.metric import MetricInfo, finite
-from polytempo.experiments.result import CLUSTERS, RunResult, csv_text
+from polytempo.experiments.result import RunResult
+from polytempo.experiments.rows import csv_text
 from polytempo.report.intervals import DEVIATIONS, Interval, confidence, deviation
+from polytempo.simulation import clusters
 from polytempo.simulation.metrics import models_sent
 
 FAIRNESS = ("better_off", "worse_off", "gain", "gain_worst")
@@ -63,7 +65,7 @@ def figures(found: Sequence[RunResult]) -> dict[str, list[float | None]]:
         "adapted": f"{metric}_adapted",
         "best10": f"{metric}_best10",
         "client_std": f"{metric}_std",
-        **{name: name for name in CLUSTERS},
+        **{name: name for name in clusters.FIGURES},
     }
     for column, key in kept.items():
         columns[column] = [result.summary.get(key) for result in found]

@@ -56,7 +56,7 @@ class Extension:
 
     def plots(self) -> dict[str, dict[str, Any]]:
         """By the name of the plot: what the function that draws it is called with (see `PLOTS` in
-        `experiments/result.py`)."""
+        `experiments/result_folder.py`)."""
         return {}
 
     # -- checkpoints ---------------------------------------------------------------------------

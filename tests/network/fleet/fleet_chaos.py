@@ -48,8 +48,8 @@ from polytempo.experiments.fleet import take_part
 from polytempo.experiments.fleet_group import SERVER, Fleet
 from polytempo.experiments.fleet_own import OWN, OwnAdapter, OwnTraining, serve
 from polytempo.experiments.fleet_plan import make_node, one_order, recorded
+from polytempo.experiments.interrupt import interruptible
 from polytempo.experiments.replay import verify
-from polytempo.experiments.run import interruptible
 from polytempo.network.certificates import LOCAL, make_certificates
 from polytempo.network.fleet.client import STATE
 from polytempo.network.fleet.store import Store, history
