@@ -28,6 +28,7 @@ from polytempo.network.fleet.client import FleetClient
 from polytempo.nodes.client import ClientNode, Memory
 from polytempo.nodes.star import Examine, Sums
 
+_SILENCE = 3.0  # seconds without a swap: no more models are on their way
 Trainer = Literal["native", "torch", "python", "gil"]
 TRAINERS: dict[Trainer, str] = {
     "native": "LeNet, compiled code",
@@ -57,9 +58,10 @@ def measure_swap(trainer: Trainer, *, repeats: int = 200, epochs: int = 10**6) -
         while (updates := server.figures()["updates"]) < repeats and time.monotonic() < end:
             time.sleep(0.1)
         light.end()
-        time.sleep(1.0)
+        swapped = []
+        while mine.poll(_SILENCE):
+            swapped.append(mine.recv())
         over.set()
-        swapped = _await(mine, "the client does not end")
         client.join(PATIENCE)
         server.close()
     seconds = delays(server.multicasts, swapped)
@@ -100,11 +102,10 @@ def _train(kind: Trainer, address: str, folder: Path, over: Event, pipe: Connect
         trainer = _Holder(kind)
     else:
         trainer = SolverTrainer(data, problem, solver=kind)
-    swapped: list[tuple[int, float]] = []
 
     def watch(event: dict[str, Any]) -> None:
         if event["event"] == "swapped" and event["step"] is not None:
-            swapped.append((event["dispatch"], time.monotonic()))
+            pipe.send((event["dispatch"], time.monotonic()))
         elif event["event"] == "begun":
             pipe.send("begun")
 
@@ -124,7 +125,6 @@ def _train(kind: Trainer, address: str, folder: Path, over: Event, pipe: Connect
 
     threading.Thread(target=wait, daemon=True).start()
     client.run(interrupted)
-    pipe.send(swapped)
 
 
 class _Holder:
