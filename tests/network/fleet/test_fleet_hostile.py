@@ -216,6 +216,7 @@ def test_a_port_that_is_taken_is_an_error(fleet, tmp_path):
     [
         ([b"\xff\xff"], Code.INVALID_ARGUMENT, "not in the protocol"),
         (frames(Scores(0, {"loss": 1.0})), Code.INVALID_ARGUMENT, "hello first"),
+        (frames(Upload(0, torch.rand(12), 1))[:1], Code.INVALID_ARGUMENT, "hello first"),
         ([*frames(HELLO), *frames(HELLO)], Code.INVALID_ARGUMENT, "hello first, and once"),
         (
             [*frames(HELLO), *frames(Upload(0, torch.rand(10**6), 1))],
@@ -275,6 +276,20 @@ def test_an_upload_that_does_not_come_is_given_up_and_its_memory_is_free(fleet, 
     head = frames(Upload(0, torch.rand(12), 1))[0]
     evil = raw(server.address, fleet.files["evil"]).say(*frames(HELLO), head)
     until(lambda: server.streams.held > 0)
+    assert evil.end()[0] == Code.DEADLINE_EXCEEDED
+    until(lambda: server.streams.held == 0)
+
+
+def test_a_small_message_in_the_middle_of_an_upload_does_not_free_its_memory(fleet, raw):
+    """It would be held without being counted, and for ever."""
+    limits = Limits(hello_seconds=2.0, slowest=1e6)
+    server = fleet.serve(make_node(clients=2, size=10**5, **ENDLESS), limits=limits)
+    begun = frames(Upload(0, torch.rand(10**5), 1))[:2]
+    evil = raw(server.address, fleet.files["evil"]).say(*frames(HELLO), *begun)
+    until(lambda: server.streams.held > 0)
+    evil.say(*frames(Swapped(999, 998, 1)) * 2)
+    until(lambda: server.streams.counts["swapped"] == 2)  # so the first was dealt with
+    assert server.streams.held > 400_000
     assert evil.end()[0] == Code.DEADLINE_EXCEEDED
     until(lambda: server.streams.held == 0)
 
@@ -351,6 +366,20 @@ def test_a_flood_waits_on_the_line_of_the_one_that_sends_it(fleet, raw):
     assert slowest_round(honest) < 10.0
     assert server.streams.counts["swapped"] < 20_000, "it is read slowly"
     assert server.streams.inbox.qsize() <= 2
+
+
+def test_colluders_that_hold_all_memory_and_send_nothing_lose_their_turns(fleet, raw):
+    """With `slowest` alone they would hold it for two minutes, and again."""
+    limits = Limits(memory=1, hello_seconds=1.0)  # room for two updates of the largest size
+    server = fleet.serve(make_node(clients=3, **ENDLESS), limits=limits)
+    largest = pb.Payload(id=1, bytes=2 * 12 * 4 + limits.extras)
+    head = pb.FromClient(upload=pb.Upload(payload=largest)).SerializeToString()
+    for name in ("b", "evil"):
+        raw(server.address, fleet.files[name]).say(*frames(HELLO), head)
+    until(lambda: server.streams.held == 2 * largest.bytes)
+    honest = fleet.client("a")
+    until(lambda: honest.node.acknowledged > 3)
+    assert server.streams.counts["refused RESOURCE_EXHAUSTED"] == 1, "one has made room enough"
 
 
 def test_who_never_reads_holds_up_nobody(fleet, raw):

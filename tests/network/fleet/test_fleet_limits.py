@@ -8,7 +8,14 @@ import pytest
 
 from polytempo.core.errors import PolytempoError
 from polytempo.network.fleet.admission import FILE, Admission, admit, revoke
-from polytempo.network.fleet.limits import Bucket, Budget, Keepalive, Limits, limits_of
+from polytempo.network.fleet.limits import (
+    Bucket,
+    Budget,
+    Keepalive,
+    Limits,
+    Share,
+    limits_of,
+)
 from polytempo.network.fleet.security import check_address
 
 
@@ -23,21 +30,174 @@ def test_a_bucket_gives_a_burst_and_then_its_rate():
 
 def test_a_budget_is_first_come_first_served():
     async def main():
-        budget, order = Budget(10), []
+        budget, order = Budget(10, 1.0, 10.0), []
 
         async def take(name, size):
-            await budget.take(size)
+            await budget.take(share := Share(name, size))
             order.append(name)
+            return share
 
-        await take("a", 6)
+        first = await take("a", 6)
         tasks = [asyncio.create_task(take(*who)) for who in (("b", 8), ("c", 2), ("d", 1))]
         await asyncio.sleep(0)
         assert order == ["a"], "c would fit, and does not overtake b"
         tasks[0].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        _, *others = await asyncio.gather(*tasks, return_exceptions=True)
         assert order == ["a", "c", "d"] and budget.taken == 9
-        budget.give_back(9)
+        for share in (first, *others):
+            budget.give_back(share)
         assert budget.taken == 0
+
+    asyncio.run(main())
+
+
+class Uploads:
+    """Clients that upload, on a clock of their own. `lost`: who has lost a turn, in this order."""
+
+    def __init__(self, size):
+        self.now, self.lost = 0.0, []
+        self.budget = Budget(size, contended=1e6, patience=10.0, clock=lambda: self.now)
+        self.under_way, self._tasks = {}, []  # name: its share, and its bytes per second
+
+    async def offer(self, name, size, rate):
+        """Begin an upload, or wait for one's turn."""
+
+        async def begin():
+            await self.budget.take(share := Share(name, int(size)))
+            self.under_way[name] = share, rate
+
+        self._tasks.append(asyncio.create_task(begin()))
+        await asyncio.sleep(0)
+
+    async def wait(self, seconds):
+        """Time passes, half a second at a time: who is done?"""
+        done = []
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            for name, (share, rate) in [*self.under_way.items()]:
+                share.missing = max(0, share.missing - int(rate / 2))
+                if not share.missing:
+                    done.append(name)
+                    self.budget.give_back(share, done=True)
+                    del self.under_way[name]
+            for share in self.budget.too_slow():
+                self.lost.append(share.name)
+                self.budget.give_back(share)
+                del self.under_way[share.name]
+            await asyncio.sleep(0)  # for those whose turn has come
+        return done
+
+
+MBIT = 125_000  # bytes per second
+
+
+def test_while_nobody_waits_nobody_loses_a_turn():
+    async def main():
+        uploads = Uploads(2**30)
+        await uploads.offer("slow line", 45e6, MBIT)
+        await uploads.offer("silent", 900e6, 0)
+        assert await uploads.wait(3_600) == ["slow line"]
+        assert uploads.lost == [] and "silent" in uploads.under_way
+
+    asyncio.run(main())
+
+
+def test_who_sends_nothing_loses_its_turn_to_one_that_waits():
+    """Eleven colluders hold all the memory; they could for size / `slowest`, which is three
+    hours. Somebody with a slow line, and somebody with a fast one, are under way meanwhile."""
+
+    async def main():
+        uploads = Uploads(11 * 90e6 + 90e6)
+        await uploads.offer("slow line", 45e6, MBIT)
+        await uploads.offer("fast line", 45e6, 1.1e6)
+        for k in range(11):
+            await uploads.offer(k, 90e6, 0)
+        await uploads.wait(20)
+        await uploads.offer("honest", 45e6, 10e6)
+        assert await uploads.wait(9.5) == [] and uploads.lost == [], "not yet"
+        assert await uploads.wait(5.5) == ["honest"]
+        assert uploads.lost in [[k] for k in range(11)], "one colluder makes room enough"
+        assert {"slow line", "fast line"} < {*uploads.under_way}
+
+    asyncio.run(main())
+
+
+def test_who_makes_enough_bytes_per_second_keeps_its_turn():
+    async def main():
+        uploads = Uploads(90e6)
+        await uploads.offer("enough", 90e6, 1e6)
+        await uploads.offer("waits", 45e6, 10e6)
+        assert await uploads.wait(95) == ["enough", "waits"] and uploads.lost == []
+
+    asyncio.run(main())
+
+
+def test_small_uploads_do_not_shield_large_ones():
+    async def main():
+        uploads = Uploads(90e6 + 400)
+        await uploads.offer("large", 90e6, 0)
+        await uploads.wait(0.5)  # it is not the newest
+        for k in range(50):
+            await uploads.offer(k, 8, 0)
+        await uploads.offer("honest", 45e6, 90e6)
+        assert await uploads.wait(11) == ["honest"] and "large" in uploads.lost
+
+    asyncio.run(main())
+
+
+def test_who_has_lost_a_turn_waits_behind_those_who_have_not():
+    async def main():
+        uploads = Uploads(100)
+        await uploads.offer("evil", 100, 0)
+        await uploads.offer("a", 100, 200)
+        await uploads.wait(10)
+        assert uploads.lost == ["evil"] and [*uploads.under_way] == ["a"]
+        await uploads.offer("evil", 100, 200)
+        await uploads.offer("b", 100, 200)
+        assert await uploads.wait(1.5) == ["a", "b", "evil"]
+        await uploads.offer("b", 100, 200)
+        await uploads.offer("evil", 100, 200)
+        await uploads.offer("a", 100, 200)
+        assert await uploads.wait(1.5) == ["b", "evil", "a"], "an update of it was in: forgiven"
+
+    asyncio.run(main())
+
+
+def test_more_colluders_than_places_cost_an_honest_client_ten_seconds():
+    """They come back at once, each time. Until all of them have lost a turn, it may be more."""
+
+    async def main():
+        uploads = Uploads(1000)
+        for k in range(30):
+            await uploads.offer(k, 100, 0)
+        for again in range(40):
+            await uploads.offer("honest", 50, 100)
+            begin, lost = uploads.now, len(uploads.lost)
+            while not await uploads.wait(0.5):
+                for name in uploads.lost[lost:]:
+                    await uploads.offer(name, 100, 0)
+                lost = len(uploads.lost)
+                most = 11.0 if again else 21 * 10.5 + 1  # 20 are in line before it, the first time
+                assert uploads.now - begin <= most, f"upload {again} has to wait"
+
+    asyncio.run(main())
+
+
+def test_where_all_are_slow_nearly_all_uploads_come_to_an_end():
+    """Ten places, a hundred honest clients with 45 MB and a line of 1 Mbit/s, all at once: whoever
+    loses its turn has hardly begun."""
+
+    async def main():
+        uploads = Uploads(10 * 45e6)
+        for name in range(100):
+            await uploads.offer(name, 45e6, MBIT)
+        done, lost = [], 0
+        for _ in range(720):
+            done += await uploads.wait(5)
+            for name in uploads.lost[lost:]:
+                await uploads.offer(name, 45e6, MBIT)
+            lost = len(uploads.lost)
+        assert len(done) >= 80, "undisturbed it would be 100"
 
     asyncio.run(main())
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -53,6 +53,7 @@ class Limits:
     `memory`: bytes of updates that are on their way in. `extras`: bytes that an update may have
     beyond twice its vector. `write_seconds`: how long a client may take to accept a quarter of a
     megabyte. `slowest`: bytes per second that an upload must reach after `hello_seconds`.
+    `contended`: bytes per second with which an upload keeps its turn while others wait for memory.
     `unasked`: bytes per second that are read of updates that no work was sent for.
     `farewell`: seconds for clients to hear that the run is over.
     """
@@ -68,6 +69,7 @@ class Limits:
     write_seconds: float = 20.0
     hello_seconds: float = 10.0
     slowest: float = 8_192.0
+    contended: float = 1e6
     unasked: float = 1e6
     farewell: float = 5.0
     keepalive: Keepalive = Keepalive()
@@ -137,34 +139,108 @@ class Bucket:
         return self._left + (time.monotonic() - self._last) * self._rate >= self._burst
 
 
+class Share:
+    """What one upload holds of a `Budget`. `missing`: bytes that have not come in yet."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.missing = name, size, size
+        self.since = 0.0  # when it was given
+
+    def rate(self, now: float) -> float:
+        """Bytes per second so far."""
+        return (self.size - self.missing) / (now - self.since)
+
+
 class Budget:
     """Bytes that several take and give back; who finds too few left waits, first come first served.
-    Used from one event loop only."""
+    Used from one event loop only.
 
-    def __init__(self, size: int) -> None:
+    Nobody keeps others waiting by being slow: if somebody waits, and nobody's turn has come for
+    `patience` seconds, the slowest uploads lose theirs, as many as the first in line needs. One
+    that is newer than that, or makes `contended` bytes per second, is safe. Who has lost a turn
+    waits behind those who have not, until an update of it is in.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        contended: float,
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.size, self.taken = size, 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._contended, self._patience, self._clock = contended, patience, clock
+        self._shares: dict[Share, None] = {}  # that are held
+        self._first: deque[tuple[Share, asyncio.Future[None]]] = deque()
+        self._behind: deque[tuple[Share, asyncio.Future[None]]] = deque()  # have lost a turn
+        self._lost: set[str] = set()
+        self._moved = 0.0  # when somebody's turn came, or the first began to wait
 
-    async def take(self, size: int) -> None:
-        if not self._queue and self.taken + size <= self.size:
-            self.taken += size
-            return
+    @property
+    def _line(self) -> deque[tuple[Share, asyncio.Future[None]]]:
+        """Where the next turn goes."""
+        return self._first or self._behind
+
+    async def take(self, share: Share) -> None:
+        if not self._line:
+            self._moved = self._clock()
+            if self.taken + share.size <= self.size:
+                self._grant(share)
+                return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((size, turn))
+        waiting = share, turn
+        (self._behind if share.name in self._lost else self._first).append(waiting)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give_back(size)
+                self.give_back(share)
             else:
-                self._queue = deque(found for found in self._queue if found[1] is not turn)
-                self.give_back(0)  # those behind it may fit
+                for line in (self._first, self._behind):
+                    if waiting in line:
+                        line.remove(waiting)
+                self._serve()  # those behind it may fit
             raise
 
-    def give_back(self, size: int) -> None:
-        self.taken -= size
-        while self._queue and self.taken + self._queue[0][0] <= self.size:
-            wanted, turn = self._queue.popleft()
+    def give_back(self, share: Share, done: bool = False) -> None:
+        """`done`: it was an update, whole and in the format."""
+        del self._shares[share]
+        self.taken -= share.size
+        if done:
+            self._lost.discard(share.name)
+        self._serve()
+
+    def too_slow(self) -> list[Share]:
+        """Those that lose their turn now: end them, and give back what they hold. (Ask about once
+        a second.)"""
+        now, line = self._clock(), self._line
+        if not line or now - self._moved < self._patience:
+            return []
+        slow = [
+            share
+            for share in self._shares
+            if share.missing
+            and now - share.since >= self._patience
+            and share.rate(now) < self._contended
+        ]
+        # Of those that are about as slow (within a factor of two) the newest: it loses the least,
+        # and the others come to an end even if all are slow.
+        slow.sort(key=lambda share: (math.frexp(max(1.0, share.rate(now)))[1], -share.since))
+        room, found = self.size - self.taken, []
+        while slow and room < line[0][0].size:
+            found.append(slow.pop(0))
+            room += found[-1].size
+        self._lost.update(share.name for share in found)
+        return found
+
+    def _serve(self) -> None:
+        while (line := self._line) and self.taken + line[0][0].size <= self.size:
+            share, turn = line.popleft()
             if not turn.done():
-                self.taken += wanted
+                self._grant(share)
                 turn.set_result(None)
+
+    def _grant(self, share: Share) -> None:
+        self._shares[share] = None
+        self.taken += share.size
+        self._moved = share.since = self._clock()

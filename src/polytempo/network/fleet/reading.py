@@ -83,6 +83,11 @@ class Reader:
         """Bytes of the payloads that are under way."""
         return sum(partial.size for partial in self._partial.values())
 
+    @property
+    def missing(self) -> int:
+        """Those of them that have not come in yet."""
+        return sum(partial.size - partial.got for partial in self._partial.values())
+
     def take(self, data: bytes) -> Whole | None:
         """The next frame; the message that it completes, if it does."""
         try:

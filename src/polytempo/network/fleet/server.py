@@ -137,6 +137,7 @@ class FleetServer:
             self._next_tick = time.monotonic() + TICK
             records += self._act(self.node.tick(self.now()))
             records += self._look_at_admission()
+            self.streams.tick()
             self.figures = self._figures()
         self._commit(records)
         heard = [item.stream for item in arrived if isinstance(item, Arrived)]

@@ -32,7 +32,7 @@ import torch
 from polytempo.core.errors import PolytempoError, Refused
 from polytempo.network.fleet import fleet_pb2 as pb
 from polytempo.network.fleet.admission import Admission
-from polytempo.network.fleet.limits import Bucket, Budget, Limits
+from polytempo.network.fleet.limits import Bucket, Budget, Limits, Share
 from polytempo.network.fleet.loop import call, network_loop
 from polytempo.network.fleet.outbox import Outbox
 from polytempo.network.fleet.reading import Reader, Whole, read_from_client
@@ -44,6 +44,7 @@ from polytempo.nodes.star import FromClient, Hello
 
 Code = grpc.StatusCode
 log = logging.getLogger(__name__)
+_HELLO_FIRST = "it must say hello first, and once"
 _LARGE = 2**20  # bytes: what is larger is looked at off the event loop
 
 
@@ -63,8 +64,8 @@ class Stream:
         # Why it ends; None: the client has ended it.
         self.over: asyncio.Future[Ended | None] = asyncio.get_running_loop().create_future()
         self.turn = asyncio.Event()  # the last message was dealt with
-        self.busy = False  # a message of this stream is in the inbox
-        self.held = 0  # bytes of the budget
+        self.busy = False  # an update of this stream is in the inbox
+        self.share: Share | None = None  # of the budget, for the update that is on its way in
         self.asked = 1  # updates that it may offer: one for its work, and one again after hello
         self.work: int | None = None  # that it was sent last
 
@@ -116,7 +117,9 @@ class Streams:
         self._all: dict[Stream, None] = {}
         self._named: dict[str, list[Stream]] = {}  # oldest first
         self._reconnects: dict[str, Bucket] = {}
-        self._budget = Budget(max(limits.memory, 2 * self._most))
+        self._budget = Budget(
+            max(limits.memory, 2 * self._most), limits.contended, limits.hello_seconds
+        )
         self._loop = network_loop()
         self.address = call(self._listen(listen, certificates))
 
@@ -168,13 +171,33 @@ class Streams:
         for stream, code, reason in ended:
             stream.end(code, reason)
         for stream in heard:
-            stream.busy = False
-            self._give_back(stream)
+            if stream.busy:  # else it may have said something small in the middle of an update
+                stream.busy = False
+                self._give_back(stream, done=True)
             stream.turn.set()
 
-    def _give_back(self, stream: Stream) -> None:
-        self._budget.give_back(stream.held)
-        stream.held = 0
+    def _give_back(self, stream: Stream, done: bool = False) -> None:
+        if stream.share is not None:
+            self._budget.give_back(stream.share, done)
+            stream.share = None
+
+    def tick(self) -> None:
+        """Look for uploads that keep others waiting (about twice a second). Returns at once."""
+        self._loop.call_soon_threadsafe(self._make_room)
+
+    def _make_room(self) -> None:
+        if not (slow := self._budget.too_slow()):
+            return
+        for stream in self._all:
+            if (share := stream.share) in slow:
+                log.warning("%s: its slow upload loses its turn; others wait", stream.name)
+                stream.end(
+                    Code.RESOURCE_EXHAUSTED,
+                    f"its upload has lost its turn: {share.missing:,} of {share.size:,} bytes are "
+                    f"missing, it makes less than {self._limits.contended:,.0f} per second, and "
+                    "others wait for memory; it may come back. For more room, start the server "
+                    "with a larger --limits memory=BYTES",
+                )
 
     @property
     def connected(self) -> int:
@@ -279,35 +302,40 @@ class Streams:
             Reader(pb.FromClient, self._most),
             Bucket(limits.messages, limits.message_burst),
         )
-        greeted = False
+        greeted, due = False, 0.0
         async with asyncio.timeout(limits.hello_seconds) as deadline:
             async for data in requests:
                 self.counts["bytes in"] += len(data)
                 before = reader.expected
                 whole = reader.take(data)
-                if reader.expected > before:
+                if reader.expected > before:  # an update begins
+                    if not greeted:
+                        raise Refused(_HELLO_FIRST)
                     deadline.reschedule(None)
                     await self._ration(stream, reader.expected)
+                    share = Share(stream.name, reader.expected)
+                    await self._budget.take(share)
+                    stream.share = share
+                    due = loop.time() + limits.hello_seconds + share.size / limits.slowest
+                    deadline.reschedule(due)
+                if stream.share is not None:
+                    stream.share.missing = reader.missing
                 if whole is None:
-                    if reader.expected > stream.held:  # an update begins
-                        deadline.reschedule(None)
-                        await self._budget.take(reader.expected)
-                        stream.held = reader.expected
-                        seconds = limits.hello_seconds + reader.expected / limits.slowest
-                        deadline.reschedule(loop.time() + seconds)
                     continue
                 deadline.reschedule(None)
                 message = await self._decoded(whole)
                 if isinstance(message, Hello) == greeted:
-                    raise Refused("it must say hello first, and once")
+                    raise Refused(_HELLO_FIRST)
                 greeted = True
                 if seconds := bucket.take():
                     await asyncio.sleep(seconds)
-                stream.busy = True
+                stream.busy = whole.kind == "upload"
                 self.inbox.put(Arrived(stream, message))
                 del data, whole, message  # an idle stream must not keep its last update
                 await stream.turn.wait()
                 stream.turn.clear()
+                if reader.expected:  # it was a small message in the middle of an update
+                    deadline.reschedule(due)
 
     async def _ration(self, stream: Stream, size: int) -> None:
         """An update that nobody has asked for is read slowly: floods cost others little."""
