@@ -282,7 +282,7 @@ def test_an_upload_that_does_not_come_is_given_up_and_its_memory_is_free(fleet, 
 
 def test_a_small_message_in_the_middle_of_an_upload_does_not_free_its_memory(fleet, raw):
     """It would be held without being counted, and for ever."""
-    limits = Limits(hello_seconds=2.0, slowest=1e6)
+    limits = Limits(hello_seconds=5.0, slowest=1e6)
     server = fleet.serve(make_node(clients=2, size=10**5, **ENDLESS), limits=limits)
     begun = frames(Upload(0, torch.rand(10**5), 1))[:2]
     evil = raw(server.address, fleet.files["evil"]).say(*frames(HELLO), *begun)
@@ -370,7 +370,7 @@ def test_a_flood_waits_on_the_line_of_the_one_that_sends_it(fleet, raw):
 
 def test_colluders_that_hold_all_memory_and_send_nothing_lose_their_turns(fleet, raw):
     """With `slowest` alone they would hold it for two minutes, and again."""
-    limits = Limits(memory=1, hello_seconds=1.0)  # room for two updates of the largest size
+    limits = Limits(memory=1, hello_seconds=2.0)  # room for two updates of the largest size
     server = fleet.serve(make_node(clients=3, **ENDLESS), limits=limits)
     largest = pb.Payload(id=1, bytes=2 * 12 * 4 + limits.extras)
     head = pb.FromClient(upload=pb.Upload(payload=largest)).SerializeToString()
