@@ -55,10 +55,11 @@ def measure_swap(trainer: Trainer, *, repeats: int = 200, epochs: int = 10**6) -
         stack.callback(light.close)
         light.connected()
         end = time.monotonic() + 0.3 * repeats + 60
-        while (updates := server.figures()["updates"]) < repeats and time.monotonic() < end:
-            time.sleep(0.1)
-        light.end()
         swapped = []
+        while (updates := server.figures()["updates"]) < repeats and time.monotonic() < end:
+            if mine.poll(0.1):
+                swapped.append(mine.recv())
+        light.end()
         while mine.poll(_SILENCE):
             swapped.append(mine.recv())
         over.set()

@@ -155,10 +155,11 @@ class Budget:
     """Bytes that several take and give back; who finds too few left waits, first come first served.
     Used from one event loop only.
 
-    Nobody keeps others waiting by being slow: if somebody waits, and nobody's turn has come for
-    `patience` seconds, the slowest uploads lose theirs, as many as the first in line needs. One
-    that is newer than that, or makes `contended` bytes per second, is safe. Who has lost a turn
-    waits behind those who have not, until an update of it is in.
+    Nobody keeps others waiting by being slow: every `patience` seconds, as long as somebody waits,
+    the slowest uploads lose their turn, as many as the first in line needs. One that is newer than
+    that, or makes `contended` bytes per second, is safe. Who has lost a turn, or given up one that
+    others waited for, waits behind the others until an update of it is in; but every fourth turn is
+    for those.
     """
 
     def __init__(
@@ -174,16 +175,19 @@ class Budget:
         self._first: deque[tuple[Share, asyncio.Future[None]]] = deque()
         self._behind: deque[tuple[Share, asyncio.Future[None]]] = deque()  # have lost a turn
         self._lost: set[str] = set()
-        self._moved = 0.0  # when somebody's turn came, or the first began to wait
+        self._turns = 0  # so many have been given
+        self._looked = 0.0  # when the line began, or somebody lost a turn
 
     @property
     def _line(self) -> deque[tuple[Share, asyncio.Future[None]]]:
         """Where the next turn goes."""
+        if self._turns % 4 == 3:
+            return self._behind or self._first
         return self._first or self._behind
 
     async def take(self, share: Share) -> None:
         if not self._line:
-            self._moved = self._clock()
+            self._looked = self._clock()
             if self.taken + share.size <= self.size:
                 self._grant(share)
                 return
@@ -208,13 +212,15 @@ class Budget:
         self.taken -= share.size
         if done:
             self._lost.discard(share.name)
+        elif share.missing and self._line:
+            self._lost.add(share.name)
         self._serve()
 
     def too_slow(self) -> list[Share]:
         """Those that lose their turn now: end them, and give back what they hold. (Ask about once
         a second.)"""
         now, line = self._clock(), self._line
-        if not line or now - self._moved < self._patience:
+        if not line or now - self._looked < self._patience:
             return []
         slow = [
             share
@@ -230,7 +236,9 @@ class Budget:
         while slow and room < line[0][0].size:
             found.append(slow.pop(0))
             room += found[-1].size
-        self._lost.update(share.name for share in found)
+        if room < line[0][0].size:
+            return []  # in vain
+        self._looked = now
         return found
 
     def _serve(self) -> None:
@@ -243,4 +251,5 @@ class Budget:
     def _grant(self, share: Share) -> None:
         self._shares[share] = None
         self.taken += share.size
-        self._moved = share.since = self._clock()
+        self._turns += 1
+        share.since = self._clock()

@@ -42,6 +42,7 @@ from polytempo.training.solvers.autograd import Solver
 
 _NOTHING = torch.empty(0)
 _LOOK = 1.0  # seconds after which one who waits for workers looks whether they are alive
+_FORKING = threading.Lock()
 _GRACE = 5.0  # seconds that a worker has to end, before it is killed
 
 
@@ -214,15 +215,16 @@ def _take(pipe: Connection, requests: SimpleQueue[tuple[str, int, Any]]) -> None
 def _nothing_in_between() -> Iterator[None]:
     """A process forked within this context gets no signal, and collects no garbage, before it says
     so."""
-    collects = gc.isenabled()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _FORKING:  # one thread at a time knows whether there was a collector
+        collects = gc.isenabled()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _portable(error: Exception) -> Exception:
