@@ -609,8 +609,12 @@ def test_a_solver_that_computes_something_else_is_not_used(monkeypatch):
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the flags are for x86-64")
-def test_without_vector_instructions(monkeypatch):
-    flags = "-O1 -DPLAIN_VECTORS -mno-avx512f -mno-avx2 -mno-fma -mno-avx"
+@pytest.mark.parametrize(
+    "flags",
+    ["-O1 -DPLAIN_VECTORS -mno-avx512f -mno-avx2 -mno-fma -mno-avx", "-mno-avx512f"],
+    ids=["plain", "avx2"],
+)
+def test_with_fewer_vector_instructions(monkeypatch, flags):
     monkeypatch.setenv("POLYTEMPO_CXXFLAGS", flags)
     task = Task(epochs=2, batch_size=7, lr=0.02)
     assert_as_good_as_torch(uploads(small_cnn(), federation_for(SHAPE, 4), task))

@@ -19,11 +19,14 @@
 template <class G> struct Sizes {
     enum {
         OP = up(G::O),
-        V = OP % 16 ? 1 : 2, // vectors of channels in a tile
-        RV = up(G::KW * G::S) / 8,
-        N = G::KH * RV, // vectors of a filter
+        L = OP % WIDEST ? 8 : WIDEST, // numbers of a vector of channels,
+        V = OP % (2 * L) ? 1 : 2,     // vectors of a tile,
+        LV = L * V,                   // channels of a tile
+        R = up(G::KW * G::S),         // numbers of a row of a filter,
+        N = G::KH * R,                // of a filter
         TURNED = G::KH * G::KW * G::C * OP,
-        WEIGHTS = G::O * N * 8,
+        WEIGHTS = G::O * N,
+        PIECES = (R + WIDEST - 1) / WIDEST, // vectors of a row of a filter: wide ones, and perhaps one of 8
     };
 };
 constexpr int even(int n, int most) // the size of tiles that are as equal as can be
@@ -34,33 +37,34 @@ constexpr int even(int n, int most) // the size of tiles that are as equal as ca
 
 // ------------------------------------------------------------------ forward
 
-// M neighbouring outputs of one row, V vectors of output channels; w is [KH][KW][C][8 V].
+// M neighbouring outputs of one row, V vectors of output channels; w is [KH][KW][C][LV].
 template <class G, int M> TILE void conv_tile(const float *x, const float *w, const float *bias, float *out)
 {
-    constexpr int V = Sizes<G>::V, OP = Sizes<G>::OP, C = G::C, S = G::S;
-    v8 acc[M * V];
-    EACH(r, M) EACH(q, V) acc[r * V + q] = ldm(bias + 8 * q);
+    constexpr int L = Sizes<G>::L, V = Sizes<G>::V, OP = Sizes<G>::OP, C = G::C, S = G::S;
+    Vector<L> acc[M * V];
+    EACH(r, M) EACH(q, V) acc[r * V + q] = ldm<L>(bias + L * q);
     constexpr int PIECE = S == C ? G::KW * C : C; // numbers of x that follow one another
     for (int kh = 0; kh < G::KH; kh++, x += G::ROW - G::KW * S)
         for (int piece = 0; piece < G::KW * C / PIECE; piece++, x += S == C ? 0 : S - C)
-            for (int c = 0; c < PIECE; c++, x++, w += 8 * V) {
-                v8 b[V];
-                EACH(q, V) b[q] = ldm(w + 8 * q);
+            for (int c = 0; c < PIECE; c++, x++, w += L * V) {
+                Vector<L> b[V];
+                EACH(q, V) b[q] = ldm<L>(w + L * q);
                 EACH(r, M) {
-                    v8 a = bcm(x + r * S * G::SW);
-                    EACH(q, V) acc[r * V + q] = fma8(acc[r * V + q], a, b[q]);
+                    Vector<L> a = bcm<L>(x + r * S * G::SW);
+                    EACH(q, V) acc[r * V + q] = fma<L>(acc[r * V + q], a, b[q]);
                 }
             }
-    EACH(r, M) EACH(q, V) st(out + r * OP + 8 * q, acc[r * V + q]);
+    EACH(r, M) EACH(q, V) put<L>(out + r * OP + L * q, acc[r * V + q]);
 }
 
 // COUNT outputs of one row, all channels, OP numbers apart.
 template <class G, int COUNT>
 INLINE void conv_row(const float *x, const float *wf, const float *bias, float *out)
 {
-    constexpr int V = Sizes<G>::V, OP = Sizes<G>::OP, most = V == 1 ? 14 : 6, S = G::S * G::SW;
+    constexpr int V = Sizes<G>::V, OP = Sizes<G>::OP, LV = Sizes<G>::LV, S = G::S * G::SW;
+    constexpr int most = V == 1 ? REGISTERS - 2 : (REGISTERS - 4) / 2;
     constexpr int tiles = (COUNT + most - 1) / most, size = COUNT / tiles, larger = COUNT % tiles;
-    for (int q = 0; q < OP / (8 * V); q++, wf += G::KH * G::KW * G::C * 8 * V, bias += 8 * V, out += 8 * V) {
+    for (int q = 0; q < OP / LV; q++, wf += G::KH * G::KW * G::C * LV, bias += LV, out += LV) {
         const float *from = x;
         float *to = out;
         for (int i = 0; i < larger; i++, from += (size + 1) * S, to += (size + 1) * OP)
@@ -70,10 +74,65 @@ INLINE void conv_row(const float *x, const float *wf, const float *bias, float *
     }
 }
 
+// Eight channels fill half a wide vector: two neighbouring outputs in one. For each number of an input
+// row, it and its neighbour of the next pixel are then made ready, 8 times each, in a vector that all
+// outputs and the KH rows of filters share; KH such rows stay in the nearest cache.
+template <class G, int COUNT> struct Doubled {
+    enum {
+        PLACES = COUNT + G::KW - 2,
+        SIZE = PLACES * G::C * 16,
+        FITS = WIDEST == 16 && Sizes<G>::OP == 8 && G::SH == 1 && G::SW == 1 && COUNT % 2 == 0 &&
+               COUNT <= 2 * (REGISTERS - 4) && 4 * G::KH * SIZE <= 40 * 1024,
+    };
+};
+#if defined(__AVX512F__)
+template <class G, int COUNT>
+TILE void doubled_tile(int y, const float (*table)[Doubled<G, COUNT>::SIZE], const float *w, const float *bias, float *out)
+{
+    constexpr int M = COUNT / 2;
+    v16 acc[M];
+    EACH(r, M) acc[r] = twice(bias);
+    for (int kh = 0; kh < G::KH; kh++) {
+        const float *p = table[(y + kh) % G::KH];
+        for (int k = 0; k < G::KW * G::C; k++, p += 16, w += 8) {
+            const v16 b = twice(w);
+            EACH(r, M) acc[r] = fmam<16>(acc[r], b, p + 2 * r * G::C * 16);
+        }
+    }
+    EACH(r, M) put<16>(out + 16 * r, acc[r]);
+}
+template <class G, int PLACES> TILE void make_ready(const float *x, float *to)
+{
+    for (int k = 0; k < PLACES; k++, x += G::S)
+        for (int c = 0; c < G::C; c++, to += 16) put<16>(to, halves(x + c, G::S));
+}
+#endif
+
+// Rows of COUNT outputs, from the first one on: `row` is called with 0, 1, 2, ...
+template <class G, int COUNT, bool DOUBLED = Doubled<G, COUNT>::FITS> struct Rows {
+    const float *x, *wf, *bias;
+    void row(int y, float *out) { conv_row<G, COUNT>(x + y * G::SH * G::ROW, wf, bias, out); }
+};
+#if defined(__AVX512F__)
+template <class G, int COUNT> struct Rows<G, COUNT, true> {
+    const float *x, *wf, *bias;
+    int ready = 0; // rows of the input
+    float table[G::KH][Doubled<G, COUNT>::SIZE] __attribute__((aligned(64)));
+    Rows(const float *x, const float *wf, const float *bias) : x(x), wf(wf), bias(bias) {}
+    void row(int y, float *out)
+    {
+        for (; ready < y + G::KH; ready++)
+            make_ready<G, Doubled<G, COUNT>::PLACES>(x + ready * G::ROW, table[ready % G::KH]);
+        doubled_tile<G, COUNT>(y, table, wf, bias, out);
+    }
+};
+#endif
+
 template <class G, bool RELU> static void conv_forward(const float *x, const float *wf, const float *bias, float *act)
 {
-    for (int y = 0; y < G::OH; y++, x += G::SH * G::ROW, act += G::OUT) {
-        conv_row<G, G::OW>(x, wf, bias, act);
+    Rows<G, G::OW> rows{x, wf, bias};
+    for (int y = 0; y < G::OH; y++, act += G::OUT) {
+        rows.row(y, act);
         if (RELU)
             for (int k = 0; k < G::OW * Sizes<G>::OP; k += 8) st(act + k, relu8(ld(act + k)));
     }
@@ -89,15 +148,15 @@ static void conv_pool_forward(const float *x, const float *wf, const float *bias
     constexpr int RIGHT = G::S * G::SW, UNDER = G::ROW * G::SH;
     constexpr int near = DOWN ? below : OP, far = DOWN ? OP : below; // the square, in two steps
     constexpr int NEAR = DOWN ? UNDER : RIGHT, FAR = DOWN ? RIGHT : UNDER;
-    float rows[2 * below] __attribute__((aligned(64)));
+    float out[2 * below] __attribute__((aligned(64)));
+    Rows<G, 2 * G::OW> rows{x, wf, bias};
     const auto wins = [](v8 b, v8 a) -> i8 { return (b > a) | (b != b); };
     for (int py = 0; py < G::OH; py++, act += G::OUT) {
-        conv_row<G, 2 * G::OW>(x + 2 * py * UNDER, wf, bias, rows);
-        conv_row<G, 2 * G::OW>(x + (2 * py + 1) * UNDER, wf, bias, rows + below);
+        rows.row(2 * py, out), rows.row(2 * py + 1, out + below);
         for (int px = 0; px < G::OW; px++) {
             const i8 base = bi(2 * py * UNDER + 2 * px * RIGHT);
             for (int q = 0; q < OP / 8; q++, off += 8) {
-                const float *p = rows + 2 * px * OP + 8 * q;
+                const float *p = out + 2 * px * OP + 8 * q;
                 v8 a = ld(p), b = ld(p + near), c = ld(p + far), d = ld(p + far + near);
                 i8 second = wins(b, a), second2 = wins(d, c);
                 v8 one = pick(second, b, a), two = pick(second2, d, c);
@@ -110,14 +169,14 @@ static void conv_pool_forward(const float *x, const float *wf, const float *bias
     }
 }
 
-// Weights [O][KH][run] as the forward pass wants them: [OP / (8 V)][KH][KW][C][8 V].
+// Weights [O][KH][run] as the forward pass wants them: [OP / LV][KH][KW][C][LV].
 template <class G> static void turn(const float *w, float *wf)
 {
-    constexpr int V = Sizes<G>::V, R = 8 * Sizes<G>::RV, K = G::KH * G::KW;
+    constexpr int LV = Sizes<G>::LV, R = Sizes<G>::R, K = G::KH * G::KW;
     for (int o = 0; o < G::O; o++)
         for (int k = 0; k < K; k++)
             for (int c = 0; c < G::C; c++)
-                wf[((o / (8 * V) * K + k) * G::C + c) * 8 * V + o % (8 * V)] =
+                wf[((o / LV * K + k) * G::C + c) * LV + o % LV] =
                     w[(o * G::KH + k / G::KW) * R + k % G::KW * G::S + c];
 }
 
@@ -154,25 +213,52 @@ template <class G, bool POOLED> TILE int collect(const int32_t *off, const float
     return n;
 }
 
-// dw += sum over n places of g * (what the filter saw there): M vectors, from number FROM on.
+// The vectors that a filter or a window is made of: where number k begins, if rows are that far apart,
+// and whether it has only 8 numbers, as the last one of a row may.
+template <class G> constexpr int piece(int k, int row)
+{
+    return k / Sizes<G>::PIECES * row + k % Sizes<G>::PIECES * WIDEST;
+}
+template <class G> constexpr bool narrow(int k) { return Sizes<G>::R - piece<G>(k % Sizes<G>::PIECES, 0) < WIDEST; }
+
+// A tile of M such vectors, from number FROM on.
+template <class G, int M, int FROM> struct Pieces {
+    Vector<WIDEST> wide[M];
+    v8 rest[M];
+    INLINE_MEMBER void load(const float *p, int row)
+    {
+        EACH(j, M) if (narrow<G>(FROM + j)) rest[j] = ldm<8>(p + piece<G>(FROM + j, row));
+        else wide[j] = ldm<WIDEST>(p + piece<G>(FROM + j, row));
+    }
+    INLINE_MEMBER void add(Vector<WIDEST> g, const float *p, int row)
+    {
+        EACH(j, M) if (narrow<G>(FROM + j)) rest[j] = fmam<8>(rest[j], low(g), p + piece<G>(FROM + j, row));
+        else wide[j] = fmam<WIDEST>(wide[j], g, p + piece<G>(FROM + j, row));
+    }
+    INLINE_MEMBER void store(float *p, int row) const
+    {
+        EACH(j, M) if (narrow<G>(FROM + j)) st(p + piece<G>(FROM + j, row), rest[j]);
+        else put<WIDEST>(p + piece<G>(FROM + j, row), wide[j]);
+    }
+};
+
+// dw += sum over n places of g * (what the filter saw there).
 template <class G, int M, int FROM>
 TILE void weights_tile(long n, const float *x, const int32_t *off, const float *g, float *dw)
 {
-    constexpr int RV = Sizes<G>::RV;
-    v8 acc[M];
-    EACH(j, M) acc[j] = ldm(dw + 8 * (FROM + j));
+    Pieces<G, M, FROM> sum;
+    sum.load(dw, Sizes<G>::R);
     for (const float *end = g + n; g != end; g++, off++) {
-        const v8 gp = bcm(g);
         const float *xp = x + *off;
         __asm__("" : "+r"(xp)); // a pointer, not an index: a third faster
-        EACH(j, M) acc[j] = fma8m(acc[j], gp, xp + (FROM + j) / RV * G::ROW + (FROM + j) % RV * 8);
+        sum.add(bcm<WIDEST>(g), xp, G::ROW);
     }
-    EACH(j, M) st(dw + 8 * (FROM + j), acc[j]);
+    sum.store(dw, Sizes<G>::R);
 }
 template <class G, int FROM = 0>
 INLINE void weights_tiles(long n, const float *x, const int32_t *off, const float *g, float *dw)
 {
-    constexpr int N = Sizes<G>::N, SIZE = even(N, 13);
+    constexpr int N = G::KH * Sizes<G>::PIECES, SIZE = even(N, REGISTERS - 3);
     if constexpr (FROM < N) {
         weights_tile<G, (FROM + SIZE <= N ? SIZE : N - FROM), FROM>(n, x, off, g, dw);
         weights_tiles<G, FROM + SIZE>(n, x, off, g, dw);
@@ -184,7 +270,7 @@ static void conv_weights_backward(const float *x, const int32_t *off, const floa
 {
     static thread_local int32_t offs[G::OH * G::OW + 1];
     static thread_local float gs[G::OH * G::OW + 1];
-    for (int o = 0; o < G::O; o++, dw += Sizes<G>::N * 8) {
+    for (int o = 0; o < G::O; o++, dw += Sizes<G>::N) {
         const int n = collect<G, POOLED>(off + o, g + o, offs, gs);
         weights_tiles<G>(n, x, offs, gs, dw);
     }
@@ -194,19 +280,17 @@ struct Entry {
     float g;
     int32_t w;
 };
-// d += sum over n entries of g * filter: M vectors from number FROM on.
+// d += sum over n entries of g * filter.
 template <class G, int M, int FROM> TILE void pixel_tile(long n, const Entry *e, const float *w, float *d)
 {
-    constexpr int RV = Sizes<G>::RV;
-    v8 acc[M];
-    EACH(j, M) acc[j] = ldm(d + (FROM + j) / RV * G::ROW + (FROM + j) % RV * 8);
+    Pieces<G, M, FROM> sum;
+    sum.load(d, G::ROW);
     for (const Entry *end = e + n; e != end; e++) {
-        const v8 g = bcm(&e->g);
         const float *f = w + e->w;
         __asm__("" : "+r"(f));
-        EACH(j, M) acc[j] = fma8m(acc[j], g, f + 8 * (FROM + j));
+        sum.add(bcm<WIDEST>(&e->g), f, Sizes<G>::R);
     }
-    EACH(j, M) st(d + (FROM + j) / RV * G::ROW + (FROM + j) % RV * 8, acc[j]);
+    sum.store(d, G::ROW);
 }
 // The filters that have a gradient, for each place where a window may begin: one for each pixel that
 // came out or, if pooling chose it, one of four.
@@ -228,7 +312,7 @@ template <class G, bool POOLED> TILE void collect(const int32_t *off, const floa
             for (int o = 0; o < G::O; o++) {
                 const int t = POOLED ? off[o] - base : 0, low = t >= UNDER;
                 const int k = POOLED ? 2 * low + (t != low * UNDER) : 0;
-                to.list[place + k][n[k]] = {gp[o], o * N * 8};
+                to.list[place + k][n[k]] = {gp[o], o * N};
                 n[k] += gp[o] != 0;
             }
             for (int k = 0; k < WAYS; k++)
@@ -240,7 +324,7 @@ template <class G, bool POOLED> TILE void collect(const int32_t *off, const floa
 template <class G, bool POOLED, int FROM = 0>
 INLINE void pixel_tiles(const Filters<G, POOLED> &filters, const float *w, float *dx)
 {
-    constexpr int N = Sizes<G>::N, SIZE = even(N, 13), M = FROM + SIZE <= N ? SIZE : N - FROM;
+    constexpr int N = G::KH * Sizes<G>::PIECES, SIZE = even(N, REGISTERS - 3), M = FROM + SIZE <= N ? SIZE : N - FROM;
     if constexpr (FROM < N) {
         for (int k = 0; k < filters.PLACES; k++)
             if (filters.n[k]) pixel_tile<G, M, FROM>(filters.n[k], filters.list[k], w, dx + filters.at[k]);
@@ -260,7 +344,7 @@ static void conv_data_backward(const int32_t *off, const float *g, const float *
 // The gradient of a convolution is whole only after the last sample.
 template <class G> static void conv_step(const Step &s, float *g, float *w)
 {
-    constexpr int RUN = G::KW * G::S, R = 8 * Sizes<G>::RV;
+    constexpr int RUN = G::KW * G::S, R = Sizes<G>::R;
     if (R > RUN) // what lies behind the run is not the filter's
         for (int k = 0; k < G::O * G::KH; k++)
             for (int t = RUN; t < R; t++) g[k * R + t] = 0;

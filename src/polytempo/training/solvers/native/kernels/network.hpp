@@ -296,7 +296,7 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
             number[rows[m]] = m + 1;
             memcpy(products_of + m * GP, gram + rows[m] * GP, 4 * GP);
         }
-        outer<MOVED>(samples, OP / 8, n, 1, GP, OP, OP, products_of, e, Z, &h);
+        outer<MOVED>(samples, OP, n, 1, GP, OP, OP, products_of, e, Z, &h);
         h.pulled = false, h.decay += u; // C has no anchor
         for (long m = 0; m < samples; m++) {
             for (long o = 0; o < OP; o += 8)
@@ -305,7 +305,7 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
         }
     }
     for (long k = 0; k < samples; k += 256) // few enough at a time to stay in a cache
-        outer<ADDED>(O, IP / 8, samples - k < 256 ? samples - k : 256, 1, OP, IP, IP, C + k * OP, x + k * IP, sums, 0);
+        outer<ADDED>(O, IP, samples - k < 256 ? samples - k : 256, 1, OP, IP, IP, C + k * OP, x + k * IP, sums, 0);
     for (long k = 0; k < O * IP; k += 8) st(W + k, bc(alpha) * ld(W + k) + ld(sums + k));
     free(none), free(sums), free(products_of), free(number);
 }

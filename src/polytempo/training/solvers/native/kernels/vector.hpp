@@ -1,19 +1,26 @@
-// Vectors of eight numbers, and what keeps compilers from taking tiles of them apart.
+// Vectors of eight numbers (in tiles of sixteen, where the CPU has such), and what keeps compilers from
+// taking tiles of them apart.
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 typedef float v8 __attribute__((vector_size(32)));
+typedef float v16 __attribute__((vector_size(64)));
 typedef float v4 __attribute__((vector_size(16)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 typedef int32_t i4 __attribute__((vector_size(16)));
 typedef float v8u __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float v16u __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float v4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t i8u __attribute__((vector_size(32), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 // A tile of sums in registers is a function of its own, never inlined: compilers then have no other
 // variables to make room for.
 #define TILE static __attribute__((noinline))
@@ -41,37 +48,76 @@ INLINE i8 picki(i8 m, i8 a, i8 b) { return (m & a) | (~m & b); }
 INLINE v8 relu8(v8 a) { return pick(a < bc(0), bc(0), a); } // NaN stays NaN
 INLINE v8 magnitude(v8 a) { return (v8)((i8)a & bi(0x7fffffff)); }
 
+// Vectors of tiles: of L numbers, 8 or (with AVX-512) 16.
+#if defined(__AVX512F__) && defined(__AVX512VL__) && !defined(PLAIN_VECTORS)
+enum { WIDEST = 16, REGISTERS = 32 };
+#define VECTOR "v" // any of 32 registers
+#else
+enum { WIDEST = 8, REGISTERS = 16 };
+#define VECTOR "x"
+#endif
+template <int L> struct Lanes;
+template <> struct Lanes<8> {
+    typedef v8 vector;
+    typedef v8u loose;
+};
+template <> struct Lanes<16> {
+    typedef v16 vector;
+    typedef v16u loose;
+};
+template <int L> using Vector = typename Lanes<L>::vector;
+template <int L> using Loose = typename Lanes<L>::loose;
+template <int L> INLINE void put(float *p, Vector<L> a) { *(Loose<L> *)p = a; }
+template <int L> INLINE Vector<L> zero() { return Vector<L>{}; }
+INLINE v8 low(v8 a) { return a; }
+#if defined(__AVX512F__)
+INLINE v8 low(v16 a) { return (v8)_mm512_castps512_ps256((__m512)a); }
+INLINE v16 twice(const float *p) // eight numbers
+{
+    return (v16)_mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
+}
+INLINE v16 halves(const float *p, int apart) // two numbers, eight times each
+{
+    return (v16)_mm512_mask_broadcastss_ps(_mm512_set1_ps(*p), 0xff00, _mm_load_ss(p + apart));
+}
+INLINE v8 folded(v16 a) // its two halves, added
+{
+    return low(a) + low((v16)_mm512_shuffle_f32x4((__m512)a, (__m512)a, 0xee));
+}
+#endif
+INLINE v8 folded(v8 a) { return a; }
+
 // acc + a * b, also with b from memory; loads that stay where they are written. Optimisers
 // (predictive commoning, PRE, rematerialisation, CSE over unrolled loops) take register tiles
 // apart, at two to four times the run time; they do not look into assembly.
 #if defined(__FMA__) && defined(__AVX2__) && !defined(PLAIN_VECTORS)
-INLINE v8 fma8(v8 acc, v8 a, v8 b)
+template <int L> INLINE Vector<L> fma(Vector<L> acc, Vector<L> a, Vector<L> b)
 {
-    __asm__("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+    __asm__("vfmadd231ps %2, %1, %0" : "+" VECTOR(acc) : VECTOR(a), VECTOR(b));
     return acc;
 }
-INLINE v8 fma8m(v8 acc, v8 a, const float *p)
+template <int L> INLINE Vector<L> fmam(Vector<L> acc, Vector<L> a, const float *p)
 {
-    __asm__("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(a), "m"(*(const v8u *)p));
+    __asm__("vfmadd231ps %2, %1, %0" : "+" VECTOR(acc) : VECTOR(a), "m"(*(const Loose<L> *)p));
     return acc;
 }
-INLINE v8 ldm(const float *p)
+template <int L> INLINE Vector<L> ldm(const float *p)
 {
-    v8 a;
-    __asm__("vmovups %1, %0" : "=x"(a) : "m"(*(const v8u *)p));
+    Vector<L> a;
+    __asm__("vmovups %1, %0" : "=" VECTOR(a) : "m"(*(const Loose<L> *)p));
     return a;
 }
-INLINE v8 bcm(const float *p)
+template <int L> INLINE Vector<L> bcm(const float *p)
 {
-    v8 a;
-    __asm__("vbroadcastss %1, %0" : "=x"(a) : "m"(*p));
+    Vector<L> a;
+    __asm__("vbroadcastss %1, %0" : "=" VECTOR(a) : "m"(*p));
     return a;
 }
 #else
-INLINE v8 fma8(v8 acc, v8 a, v8 b) { return acc + a * b; }
-INLINE v8 fma8m(v8 acc, v8 a, const float *p) { return acc + a * ld(p); }
-INLINE v8 ldm(const float *p) { return ld(p); }
-INLINE v8 bcm(const float *p) { return bc(*p); }
+template <int L> INLINE Vector<L> fma(Vector<L> acc, Vector<L> a, Vector<L> b) { return acc + a * b; }
+template <int L> INLINE Vector<L> fmam(Vector<L> acc, Vector<L> a, const float *p) { return acc + a * *(const Loose<L> *)p; }
+template <int L> INLINE Vector<L> ldm(const float *p) { return *(const Loose<L> *)p; }
+template <int L> INLINE Vector<L> bcm(const float *p) { return zero<L>() + *p; }
 #endif
 
 INLINE v8 sqrt8(v8 a)

@@ -140,11 +140,11 @@ static void words_forward(const Words &t, WordSpace &s, const float *w, long n, 
 template <int V> TILE void combine(long n, const float *g, const float *const *v, float *d)
 {
     v8 acc[V];
-    EACH(q, V) acc[q] = ldm(d + 8 * q);
+    EACH(q, V) acc[q] = ldm<8>(d + 8 * q);
     for (long k = 0; k < n; k++) {
-        const v8 f = bcm(g + k);
+        const v8 f = bcm<8>(g + k);
         const float *p = v[k];
-        EACH(q, V) acc[q] = fma8m(acc[q], f, p + 8 * q);
+        EACH(q, V) acc[q] = fmam<8>(acc[q], f, p + 8 * q);
     }
     EACH(q, V) st(d + 8 * q, acc[q]);
 }
