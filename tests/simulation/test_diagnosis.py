@@ -168,7 +168,7 @@ def test_noise_is_that_of_the_mini_batches():
     assert abs(np.mean(noise) - expected) < 4 * error
 
 
-UNKNOWN = {"scaffold", "scaffold-async", "per-fedavg", "per-fedavg-async"}
+UNKNOWN = {"descant", "scaffold", "scaffold-async", "per-fedavg", "per-fedavg-async"}
 ONE_MODEL = {name for name in STRATEGIES if STRATEGIES[name].single_model}
 
 
@@ -178,7 +178,7 @@ def test_steps_that_are_not_plain_gradients_cannot_be_diagnosed(name):
         simulator(name, every=7)
 
 
-@pytest.mark.parametrize("name", sorted(ONE_MODEL - UNKNOWN))
+@pytest.mark.parametrize("name", [*sorted(ONE_MODEL - UNKNOWN), "descant:hold_out=0"])
 def test_the_run_is_not_touched_and_can_be_resumed(name, tmp_path):
     plain, diagnosed, resumed = (
         simulator(name, noise=0.1, steps=2, every=every, concurrency=3) for every in (None, 7, 7)

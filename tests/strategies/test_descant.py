@@ -14,6 +14,7 @@ from torch import nn
 
 from polytempo import Context, Task, simulate
 from polytempo.core.client_steps import Line, Prior
+from polytempo.core.errors import Refused
 from polytempo.core.messages import Staleness, Update
 from polytempo.core.optimizer import Sgd
 from polytempo.strategies import Descant
@@ -23,8 +24,8 @@ from solving import NATIVE
 D = 6
 
 
-def ready(clients=4, initial=None, **options) -> Descant:
-    strategy = Descant(**options)
+def ready(clients=4, initial=None, hold_out=0.0, **options) -> Descant:
+    strategy = Descant(hold_out=hold_out, **options)
     start = torch.zeros(D, dtype=torch.float64) if initial is None else initial
     strategy.setup(Context(start, [10] * clients, Task(), seed=0))
     return strategy
@@ -146,7 +147,7 @@ def test_without_looking_at_what_others_did_it_diverges_there():
 def test_statistics_move_towards_those_of_the_client_and_never_beyond():
     """The last number stands for a variance. Others have gone back by then, so that the rest goes
     three times as far as was proposed: a variance that did would be below zero."""
-    strategy = Descant(a=0.0, fade=0.0)
+    strategy = Descant(a=0.0, fade=0.0, hold_out=0.0)
     start = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     strategy.setup(Context(start, [10] * 4, Task(), seed=0, tensors=[1, 1]))
     for client in (0, 1):
@@ -184,7 +185,7 @@ def test_options_become_the_task():
     assert ready(beta=0, prior=0).task(0).client_steps == ()
     assert ready().task(0).upload == "delta"
     assert ready(weight_decay=0.01).task(0).optimizer == Sgd(weight_decay=0.01)
-    assert ready().task(0).optimizer == Sgd()
+    assert ready(weight_decay=0).task(0).optimizer == Sgd()  # the user's is larger
 
 
 # -- the prior ----------------------------------------------------------------------------------
@@ -244,7 +245,8 @@ def test_a_client_is_tested_under_its_prior_and_with_its_line(small, solver):
     backend = make_executor(module(), small, 3, solver=solver, name="serial")
     model = backend.solver.layout.read()
     lines = [torch.full_like(model, 0.01 * (client + 1)) for client in range(3)]
-    memories = [{"line": line, "line.trainings": torch.ones(1)} for line in lines]
+    more = {"line.share": torch.tensor([0.5]), "line.trainings": torch.ones(1)}
+    memories = [{"line": 2 * line, **more} for line in lines]
     exam = Exam(model, [0, 1, 2], memories, (Prior(), Line()))
     [scores] = backend.evaluate([exam])
     for client, score in enumerate(scores):
@@ -279,26 +281,20 @@ def test_the_line_goes_on_and_only_what_is_new_is_uploaded():
     start, added = torch.tensor([10.0, 0.0]), torch.tensor([1.0, 1.0])
     way = trained(step, start, memory, lambda x: x + added)
     assert way.tolist() == [1.0, 1.0]  # there was nothing to go on from
-    assert memory["line"].tolist() == [0.5, 0.5]
+    assert memory["line"].tolist() == [1.0, 1.0]
     # From (10.5, 0.5) to (11.5, 1.5): the half-space x + y >= 13 is 3/2 of the step away.
     way = trained(step, start, memory, lambda x: x + added)
     assert way.tolist() == [1.5, 1.5]
-    assert memory["line"].tolist() == [0.625, 0.625]
+    assert memory["line"].tolist() == [1.25, 1.25]
+    assert memory["line.share"].tolist() == [0.5]
     assert memory["line.trainings"].tolist() == [2.0]
     # From (10.625, 0.625) back by 1: x <= 9.625 is 0.375 away.
     way = trained(step, start, memory, lambda x: x + torch.tensor([-1.0, 0.0]))
     assert way.tolist() == [-0.375, 0.0]
-    assert memory["line"].tolist() == [0.21875, 0.46875]
+    assert memory["line"].tolist() == [0.4375, 0.9375]
     # Not so far back: the shared model is beyond that already.
     way = trained(step, start, memory, lambda x: x + torch.tensor([-0.125, 0.0]))
     assert way.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("targets", [(0.5, 1.5), ((0, 1), (1, 1))])
-def test_without_labels_the_line_is_kept_whole(targets):
-    memory = {}
-    trained(Line(share=0.5), torch.zeros(2), memory, lambda x: x + 1, targets=targets)
-    assert memory["line"].tolist() == [1.0, 1.0]
 
 
 def test_statistics_have_no_line():
@@ -308,7 +304,7 @@ def test_statistics_have_no_line():
     session.put(torch.tensor([1.0, 0.0, 4.0]))
     Line(share=0.5).after(session)
     assert session.result.tolist() == [1.0, 0.0, 4.0]
-    assert memory["line"].tolist() == [0.5, 0.0, 0.0]
+    assert memory["line"].tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("solver", ["torch", NATIVE])
@@ -320,13 +316,13 @@ def test_a_client_trains_from_its_line_which_stays_at_home(small, solver):
     line, memory = torch.zeros_like(start).double(), {}
     for number in range(1, 5):
         stream = ("client", 1, "dispatch", number)
-        added = backend.train(Job(1, start + line.float(), plain, stream)).double()
+        added = backend.train(Job(1, start + 0.75 * line.float(), plain, stream)).double()
         job = Job(1, start, replace(plain, client_steps=asked), stream, memory=memory)
         upload, extras, memory = backend.carry_out(job)
         assert not extras
-        way = max(0.0, float((line + added) @ added) / float(added @ added)) * added
+        way = max(0.0, float((0.75 * line + added) @ added) / float(added @ added)) * added
         torch.testing.assert_close(upload.double(), way, atol=1e-5, rtol=1e-4)
-        line = line + (0.75 * (line + added) - line) / min(number, 3)
+        line = line + (0.75 * line + added - line) / min(number, 3)
         torch.testing.assert_close(memory["line"].double(), line, atol=1e-5, rtol=1e-4)
         assert memory["line.trainings"].tolist() == [number]
 
@@ -334,4 +330,115 @@ def test_a_client_trains_from_its_line_which_stays_at_home(small, solver):
 def test_who_has_not_trained_yet_uses_what_it_is_served():
     served = torch.arange(3.0)
     assert Line().use(served, {}) is served
-    torch.testing.assert_close(Line().use(served, {"line": torch.ones(3)}), served + 1)
+    memory = {"line": torch.ones(3), "line.share": torch.tensor([0.25])}
+    torch.testing.assert_close(Line(0.5).use(served, memory), served + 0.25)
+
+
+# -- how much of the line -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["torch", NATIVE])
+def test_losses_of_samples_that_are_never_trained_on(small, solver):
+    """Against plain torch: a quarter of the samples has no influence on any training, and it is
+    their losses that are uploaded."""
+    backend = make_executor(module(), small, 3, solver=solver, name="serial")
+    start = backend.solver.layout.read()
+    task = replace(TASK, upload="delta", client_steps=(Prior(), Line(0.75, hold_out=0.25)))
+    job = Job(1, start, task, ("client", 1))
+    session = backend.solver.begin(job)
+    held, count = session.held_out, small.samples[1]
+    assert len(held) == count // 4
+    batches = session.batches(range(session.last))[0]
+    assert set(batches) == set(range(count)) - set(held)
+    _, extras, memory = backend.carry_out(job)
+    again = replace(job, params=start + 0.1, stream=("client", 1, "again"), memory=memory)
+    found = backend.carry_out(again).extras["line.losses"]
+    assert found.shape == (1, 6) and found[0, 0] == len(held)
+    shard = small.train[1]
+    x, y = small.prepare(small.x[shard][held]), small.y[shard][held]
+    offset = Prior().offset(small.y[shard], 4)
+    for share, loss in zip((0, 0.25, 0.5, 0.75, 1), found[0, 1:].tolist(), strict=True):
+        network = module()
+        vector = start + 0.1 + share * memory["line"]
+        nn.utils.vector_to_parameters(vector, network.parameters())
+        expected = nn.functional.cross_entropy(network(x) + offset, y, reduction="sum")
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+    first = extras["line.losses"][0]
+    assert len(set(first[1:].tolist())) == 1  # there was no line yet
+
+
+def test_a_line_that_leads_astray_does_not_make_an_update_invalid():
+    class Astray(Training):
+        held_out, extras, losses = np.arange(2), {}, iter([1.0, 2.0, 1e9, math.inf, math.nan])
+
+        def loss(self, model, rows):
+            return next(self.losses)
+
+    session = Astray(torch.zeros(2), {})
+    Line(hold_out=0.1).after(session)
+    assert session.extras["line.losses"].tolist() == [[2, 1, 2, 10, 10, 10]]
+
+
+def told(strategy, losses, count=2, samples=40):
+    strategy.fold(
+        Update(
+            0,
+            0,
+            torch.zeros(D, dtype=torch.float64),
+            samples,
+            {"line.losses": torch.tensor([[count, *losses]])},
+        ),
+        Staleness(0, 0),
+    )
+
+
+def share(strategy) -> float:
+    [line] = [step for step in strategy.task(0).client_steps if isinstance(step, Line)]
+    return line.share
+
+
+SHARES = np.array([0, 0.25, 0.5, 0.75, 1])
+
+
+@given(st.floats(-0.5, 1.5), st.floats(0.1, 10))
+def test_the_share_is_where_the_losses_are_lowest(best, height):
+    strategy = ready(hold_out=0.1)
+    assert share(strategy) == 0.5
+    for _ in range(5):
+        dispatch(strategy, 0)
+        told(strategy, (1 + height * (SHARES - best) ** 2).tolist())
+    assert share(strategy) == pytest.approx(np.clip(best, 0, 1), abs=1e-4)
+    assert share(ready(hold_out=0.1, beta=0.3)) == 0.3
+
+
+def test_losses_weigh_by_samples_and_recent_ones_count_most():
+    """One client with 4 samples, then one with 1 whose losses per sample are the mirror image."""
+    strategy = ready(hold_out=0.1)
+    for losses, count in ((SHARES**2 * 4, 4), ((SHARES - 1) ** 2, 1)):
+        dispatch(strategy, 0)
+        told(strategy, losses.tolist(), count)
+    # The first is averaged with weight 1, then both with 1: the second replaces it.
+    assert share(strategy) == pytest.approx(1.0)
+    for _ in range(10):
+        dispatch(strategy, 0)
+        told(strategy, (SHARES**2 * 4).tolist(), 4)
+    assert share(strategy) < 0.05
+
+
+def test_without_anything_held_out_the_default_stays():
+    strategy = ready(hold_out=0.1)
+    dispatch(strategy, 0)
+    told(strategy, [0.0] * 5, count=0)
+    assert share(strategy) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("losses", "count"), [([1.0] * 4, 2), ([1.0] * 5, 5), ([1.0] * 5, -1), ([-1.0] * 5, 2)]
+)
+def test_losses_that_cannot_be_are_refused_and_harm_nothing(losses, count):
+    strategy = ready(hold_out=0.1)
+    dispatch(strategy, 0)
+    before = strategy.heard.clone()
+    with pytest.raises(Refused, match="as its losses; expected"):
+        told(strategy, losses, count)
+    assert strategy.t == 0 and torch.equal(strategy.heard, before)

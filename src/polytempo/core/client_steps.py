@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -32,6 +33,8 @@ from polytempo.core.registry import Options, Registry
 
 if TYPE_CHECKING:
     from polytempo.core.task import Task
+
+Rows = NDArray[np.int64]  # numbers of samples
 
 
 class Session(Protocol):
@@ -44,6 +47,7 @@ class Session(Protocol):
     memory: dict[str, Tensor]  # what the client remembers from one training to the next: vectors
     extras: dict[str, Tensor]  # what is uploaded along with the update
     frozen: Tensor | None  # True for trained parameters of the model that are to stay as they are
+    held_out: Rows  # samples that are kept out of training (`ClientStep.holds_out`)
 
     @property
     def parameters(self) -> int:
@@ -88,8 +92,8 @@ class Session(Protocol):
         """Random numbers for that purpose, in this training alone."""
         ...
 
-    def loss(self, model: Tensor) -> float:
-        """Of that model on the client's training samples, summed."""
+    def loss(self, model: Tensor, rows: Rows | None = None) -> float:
+        """Of that model on the client's training samples, or on some of them, summed."""
         ...
 
     def features(self) -> Tensor:
@@ -140,6 +144,11 @@ class ClientStep(Options):
         """What it keeps in the client's memory: the names. Each is a vector of floats, of one
         length for all clients, and absent until the step has stored it there."""
         return ()
+
+    @property
+    def holds_out(self) -> float:
+        """The share of the client's training samples that it needs kept out of training."""
+        return 0.0
 
     @property
     def cost(self) -> float:
@@ -299,42 +308,70 @@ class Prior(ClientStep):
 class Line(ClientStep):
     """A line of the client's own above the shared model: it never leaves the client.
 
-    With G the model that it is sent and u its line (0 at first), the client trains from `G + u` to
-    theta. The line becomes a mean of `share (theta - G)` over about the last `memory` trainings.
-    What is uploaded is the way from G to the half-space of all x with `<x, d> >= <theta, d>`, where
-    `d = theta - G - u` is what this training has added: `max(0, 1 + <u, d> / |d|^2) d`. So the line
-    goes on where it was, while the shared model learns what was added, as far as it lacks it.
+    With G the model that it is sent and m its line (0 at first), the client trains from
+    `G + share m` to theta. The line becomes the mean of `theta - G` over about the last `memory`
+    trainings. What is uploaded is the way from G to the half-space of all x with
+    `<x, d> >= <theta, d>`, where `d = theta - G - share m` is what this training has added:
+    `max(0, 1 + share <m, d> / |d|^2) d`. So the line goes on where it was, while the shared model
+    learns what was added, as far as it lacks it. In use the client adds the same share of its line
+    to the model that it is served. Statistics (of batch normalisation) have no line.
 
-    In use the client adds its line to the model that it is served. Where targets are not labels,
-    so that no label prior says how clients differ, `share` is 1. Statistics (of batch
-    normalisation) have no line."""
+    With `hold_out`, that share of the client's samples is never trained on. How many these are, and
+    their summed losses under the received model with less or more of the line (`SHARES`), are
+    uploaded as `line.losses`: it is for the server to find the share that is best for everybody."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 0.8
     memory: Annotated[int, Field(ge=1)] = 4
+    hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+
+    @property
+    def holds_out(self) -> float:
+        return self.hold_out
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        return ("line", "line.trainings")
+        return ("line", "line.share", "line.trainings")
+
+    @property
+    def uploads(self) -> Mapping[str, int]:
+        return {"line.losses": 1} if self.hold_out else {}
+
+    def work(self, task: Task, samples: int) -> float:
+        return len(SHARES) * int(self.hold_out * samples) / 3  # forward passes
 
     def before(self, session: Session) -> None:
         if "line" in session.memory:
-            session.put(session.received + session.memory["line"])
+            session.put(session.received + self.share * session.memory["line"])
 
     def after(self, session: Session) -> None:
         trained = session.parameters
         line = session.memory.get("line", torch.zeros_like(session.received))
         trainings = session.memory.get("line.trainings", torch.zeros(1)) + 1
+        if self.hold_out:
+            session.extras["line.losses"] = self._losses(session, line)
         moved = session.trained() - session.received
-        way = moved - line  # d; of statistics, all that they have moved
-        way[:trained] *= way_left(-line[:trained], way[:trained])
+        way = moved - self.share * line  # d; of statistics, all that they have moved
+        way[:trained] *= way_left(-self.share * line[:trained], way[:trained])
         session.put(session.received + way)
-        moved *= self.share if are_labels(session.targets()) else 1.0
         moved[trained:] = 0
         session.memory["line"] = torch.lerp(line, moved, 1 / min(float(trainings), self.memory))
+        session.memory["line.share"] = torch.tensor([self.share])
         session.memory["line.trainings"] = trainings
 
+    def _losses(self, session: Session, line: Tensor) -> Tensor:
+        held = session.held_out
+        if not len(held):
+            return torch.zeros(1, 1 + len(SHARES))
+        losses = [session.loss(session.received + share * line, held) for share in SHARES]
+        most = 10 * losses[0]  # a line may lead far astray
+        losses = [min(loss, most) if loss == loss else most for loss in losses]
+        return torch.tensor([[len(held), *losses]])
+
     def use(self, served: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
-        return served + memory["line"] if "line" in memory else served
+        return served + memory["line.share"] * memory["line"] if "line" in memory else served
+
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a line, that are compared
 
 
 def are_labels(targets: Tensor) -> bool:

@@ -63,5 +63,5 @@ def check_private(task: Task, who: str) -> None:
             what = ", ".join(step.uploads)
             raise PolytempoError(
                 f"{who} has its clients upload {what} as well, to which no noise is added: omit "
-                "--dp, or use a strategy whose clients upload one vector"
+                "--dp, or use a strategy whose clients upload one vector (descant: hold_out=0)"
             )

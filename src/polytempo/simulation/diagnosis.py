@@ -74,7 +74,8 @@ class Diagnosis(Extension):
         if task.extras:
             raise PolytempoError(
                 f"--diagnose does not know what clients of {self.strategy.name} upload beside "
-                f"their models ({', '.join(task.extras)}); use it with another strategy"
+                f"their models ({', '.join(task.extras)}); use it with another strategy "
+                "(descant: hold_out=0)"
             )
         self.exact = self._shadow(context)
         self.probe, self.double = (

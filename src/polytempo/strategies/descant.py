@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.client_steps import Line, Prior, way_left
+from polytempo.core.client_steps import SHARES, ClientStep, Line, Prior, way_left
+from polytempo.core.errors import Refused
 from polytempo.core.messages import Dispatch, Staleness, Update
 from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.core.task import Task
 from polytempo.strategies.history import History
+
+FEWEST = 20  # arrivals, over which losses are averaged
 
 
 @STRATEGIES.register("descant")
@@ -23,10 +29,10 @@ class Descant(Strategy):
     - A client adds the logarithm of its own label frequencies to the model's outputs, in training
       and in use (`Prior`). Labels that it does not have get almost no gradient, so what it learns
       does not undo what others have learned, and single updates may move the model far.
-    - It trains from where it was (`Line`): from `G_sent + u` to theta. Its line u is `beta` times
-      the mean of `theta - G_sent` over its last `memory` trainings. What it uploads is the way from
-      `G_sent` to the half-space `<x, d> >= <theta, d>`, `d = theta - G_sent - u`: what this
-      training has added, as far as the shared model lacks it.
+    - It trains from where it was (`Line`): from `G_sent + beta m` to theta. Its line m is the mean
+      of `theta - G_sent` over its last `memory` trainings. What it uploads is the way from `G_sent`
+      to the half-space `<x, d> >= <theta, d>`, `d = theta - G_sent - beta m`: what this training
+      has added, as far as the shared model lacks it.
     - The shared model moves by these ways w, as they arrive: `G <- G + r c w`, with
       `r = step (1 + tau)^-a (1 + fade t / n)^-1/2` and
       `c = max(0, 1 - <G - G_sent, w> / |w|^2)`: only what others have not gone already since. That
@@ -34,32 +40,39 @@ class Descant(Strategy):
       On quadratic losses with a common minimum it never moves away from that, whatever the lines,
       delays and rates (tests/strategies/test_descant.py).
     - Clients are served a moving average `E` of `G` over about `horizon` times n arrivals (over
-      half of them at first), to which each adds its line. Label counts, lines and the models in use
-      never leave the client, a training takes no longer than in FedAvg, and the server keeps two
-      models, and those that clients in training were sent.
+      half of them at first), to which each adds beta times its line.
+    - `beta`, how much of the lines is good for everybody, is measured: each client keeps `hold_out`
+      of its samples out of training and uploads, beside its way, how many these are and their
+      summed losses under `G_sent` with several shares of its line. Of moving averages of these sums
+      over n arrivals, `beta` is the minimum of the parabola through the losses.
+
+    Label counts, lines and the models in use never leave the client, a training takes about as long
+    as in FedAvg, and the server keeps two models, and those that clients in training were sent.
 
     The prior says how labels differ between clients, the line the rest: where the same sample means
-    something else to each, lines grow into models of their own. Without labels there is no prior,
-    and `beta` is 1.
+    something else to each, lines grow into models of their own.
 
-    `prior`: what is added to each label count; 0: no prior. `beta` 0: no line. `weight_decay`
-    replaces that of the local optimizer (none: leave it). Statistics of batch normalisation have no
-    line; the server's move towards the client's at the rate r.
+    `prior`: what is added to each label count; 0: no prior. `beta` (0: no line) is measured unless
+    it is set. `hold_out` 0: nothing is held out, nothing but the way is uploaded (as `--dp` asks),
+    and `beta` is 0.5 unless it is set. `weight_decay`: that of the local optimizer is at least
+    this, since the shared model sees every sample again and again. Statistics of batch
+    normalisation have no line; the server's move towards the client's at the rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
     paper: ClassVar[str] = "Polytempo"
     single_model: ClassVar[bool] = True
-    state: ClassVar[tuple[str, ...]] = ("history", "mean", "t")
+    state: ClassVar[tuple[str, ...]] = ("history", "mean", "t", "heard")
 
     step: Annotated[float, Field(gt=0)] = 1.0
     a: Annotated[float, Field(ge=0)] = 0.5
     fade: Annotated[float, Field(ge=0)] = 0.3
     horizon: Annotated[float, Field(gt=0)] = 1.0
-    beta: Annotated[float, Field(ge=0, le=1)] = 0.8
+    beta: Annotated[float, Field(ge=0, le=1)] | None = None
     memory: Annotated[int, Field(ge=1)] = 4
     prior: Annotated[float, Field(ge=0)] = 0.1
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0625
+    weight_decay: Annotated[float, Field(ge=0)] = 0.003
     project: bool = True
 
     def setup(self, context: Context) -> None:
@@ -67,15 +80,25 @@ class Descant(Strategy):
         self.history = History(context.initial)
         self.mean = context.initial
         self.t = 0
-        prior = (Prior(self.prior),) if self.prior else ()
-        line = (Line(self.beta, self.memory),) if self.beta else ()
-        self.asked = replace(context.task, upload="delta", client_steps=(*prior, *line))
-        if self.weight_decay is not None:
-            optimizer = replace(context.task.optimizer, weight_decay=self.weight_decay)
-            self.asked = replace(self.asked, optimizer=optimizer)
+        # Samples that were held out, and their summed losses with SHARES of the lines.
+        self.heard = torch.zeros(1 + len(SHARES), dtype=torch.float64)
+        optimizer = context.task.optimizer
+        decay = max(optimizer.weight_decay, self.weight_decay)
+        optimizer = replace(optimizer, weight_decay=decay)
+        self.plain = replace(context.task, upload="delta", optimizer=optimizer)
 
     def task(self, client: int) -> Task:
-        return self.asked
+        steps: list[ClientStep] = [Prior(self.prior)] if self.prior else []
+        if self.beta != 0 or self.hold_out:
+            steps.append(Line(self._share(), self.memory, self.hold_out))
+        return replace(self.plain, client_steps=tuple(steps))
+
+    def _share(self) -> float:
+        """What clients use of their lines, by what was heard so far."""
+        losses = self.heard[1:].numpy()
+        if self.beta is not None or losses.min() == losses.max():  # nobody has a line yet
+            return 0.5 if self.beta is None else self.beta
+        return lowest(SHARES, losses)
 
     def model_for(self, client: int) -> Tensor:
         return self.history.current
@@ -90,6 +113,8 @@ class Descant(Strategy):
         self.history.release(client)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
+        if self.hold_out:
+            self._hear(update)
         self.t += 1
         n, now = self.context.clients, self.history.current
         gone, way = now - self.history.ago(staleness.versions), update.vector  # way: w
@@ -103,3 +128,23 @@ class Descant(Strategy):
         self.history.release(update.client)
         self.history.add(new)
         return True
+
+    def _hear(self, update: Update) -> None:
+        said = update.extras["line.losses"].double().flatten()
+        most = int(self.hold_out * update.samples)
+        if len(said) != len(self.heard) or bool((said < 0).any()) or float(said[0]) > most:
+            raise Refused(
+                f"client {update.client} sent {said.tolist()} as its losses; expected a number of "
+                f"samples, at most {most}, and {len(SHARES)} sums, none of them negative"
+            )
+        arrivals = min(max(self.context.clients, FEWEST), max(1.0, self.t / 2))
+        self.heard = torch.lerp(self.heard, said, 1 / arrivals)
+
+
+def lowest(x: Sequence[float], y: NDArray[np.float64]) -> float:
+    """Where between the ends of x the parabola through these points (by least squares) is
+    lowest."""
+    c, b, a = np.polynomial.polynomial.polyfit(x, y, 2)
+    ends = (x[0], x[-1])
+    places = [*ends, -b / (2 * a)] if a > 0 and ends[0] < -b / (2 * a) < ends[1] else ends
+    return float(min(places, key=lambda place: c + b * place + a * place * place))

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from polytempo.core.client_steps import ClientStep, with_offset
+from polytempo.core.client_steps import ClientStep, Rows, with_offset
 from polytempo.core.errors import PolytempoError
 from polytempo.core.objective import is_known
 from polytempo.core.optimizer import Moments, Sgd
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from polytempo.training.solvers.autograd import AutogradSolver
 
 _AT_ONCE = 2**24  # numbers: larger shards are made ready for the model batch by batch
-IntArray = NDArray[np.int64]
 
 
 class Session:
@@ -68,7 +66,8 @@ class Session:
         self._moments: Moments | None = self._kept_moments()
         self._swaps = list(job.swaps)
         self._data: tuple[Tensor, Tensor] | None = None
-        self._order: tuple[int, IntArray] | None = None
+        self._order: tuple[int, Rows] | None = None
+        self.held_out = self._hold_out()
         self._receive(job.params, job.vectors)
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -105,6 +104,12 @@ class Session:
         device = self.solver.device
         moments = {name: self.memory[OPTIMIZER + name].to(device, copy=True) for name in kept}
         return self.task.optimizer.begin(moments[kept[0]]) | moments
+
+    def _hold_out(self) -> Rows:
+        """The samples that its steps keep out of all trainings of the client."""
+        share = max((step.holds_out for step in self.task.client_steps), default=0.0)
+        order = rng(self.solver.seed, self.job.client, "held out").permutation(self.samples)
+        return order[: int(share * self.samples)]
 
     # -- client steps ------------------------------------------------------------------------------
 
@@ -175,10 +180,10 @@ class Session:
         return self.solver.layout.places(part)
 
     @torch.inference_mode()
-    def loss(self, model: Tensor) -> float:
+    def loss(self, model: Tensor, rows: Rows | None = None) -> float:
         self.solver.load(model, self.memory.get(PERSONAL))
         shard = self.solver.federation.train[self.job.client]
-        return self.solver.score(shard, self.offset).sums["loss"]
+        return self.solver.score(shard, self.offset, rows=rows).sums["loss"]
 
     @torch.inference_mode()
     def features(self) -> Tensor:
@@ -212,7 +217,7 @@ class Session:
         """The samples of that step's batch."""
         return torch.from_numpy(self.batches(range(step, step + 1))[0])
 
-    def batches(self, steps: range) -> tuple[IntArray, IntArray]:
+    def batches(self, steps: range) -> tuple[Rows, Rows]:
         """The samples of these steps' batches, one after the other, and where each batch ends: one
         named permutation per epoch, cut into batches."""
         per_epoch, size = self.task.batches(self.samples), self.task.batch_size
@@ -233,10 +238,14 @@ class Session:
             return rows[0], ends[0]
         return np.concatenate(rows), np.concatenate(ends)
 
-    def _order_of(self, epoch: int) -> IntArray:
+    def _order_of(self, epoch: int) -> Rows:
         if self._order is None or self._order[0] != epoch:
             stream = rng(self.solver.seed, *self.job.stream, "epoch", epoch)
-            self._order = epoch, stream.permutation(self.samples)
+            order = stream.permutation(self.samples)
+            if len(self.held_out):  # others in their places: there are as many steps as ever
+                out = np.isin(order, self.held_out)
+                order[out] = stream.choice(order[~out], len(self.held_out), replace=False)
+            self._order = epoch, order
         return self._order[1]
 
     def stop(self) -> None:

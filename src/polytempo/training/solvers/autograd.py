@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from polytempo.core.client_steps import ClientStep, with_offset
+from polytempo.core.client_steps import ClientStep, Rows, with_offset
 from polytempo.core.layout import ALL_SHARED, Layout, Parts
 from polytempo.core.rng import stream_seed
 from polytempo.data import Federation
@@ -132,10 +132,18 @@ class AutogradSolver:
         self.layout.load(shared, personal)
 
     def score(
-        self, shard: slice, offset: Tensor | None = None, answer: Answer | None = None
+        self,
+        shard: slice,
+        offset: Tensor | None = None,
+        answer: Answer | None = None,
+        rows: Rows | None = None,
     ) -> Score:
         """The model that is loaded, with this added to its outputs and this made of them, on these
-        samples (under inference_mode)."""
+        samples, or on a few of them (under inference_mode)."""
+        if rows is not None:
+            outputs = self.outputs(shard, rows)
+            outputs = outputs if offset is None else outputs + offset
+            return Score(self.problem.sums(outputs, self.y[shard][torch.from_numpy(rows)]))
         found = Score({})
         for begin in range(shard.start, shard.stop, self.at_once):
             part = slice(begin, min(begin + self.at_once, shard.stop))
@@ -145,10 +153,11 @@ class AutogradSolver:
             found += Score(self.problem.sums(outputs, self.y[part]))
         return found
 
-    def outputs(self, shard: slice) -> Tensor:
-        """What the model that is loaded makes of these samples."""
+    def outputs(self, shard: slice, rows: Rows | None = None) -> Tensor:
+        """What the model that is loaded makes of these samples, or of some of them."""
         self.layout.module.eval()
-        outputs: Tensor = self.layout.module(self.inputs(self.x[shard]))
+        x = self.x[shard] if rows is None else self.x[shard][torch.from_numpy(rows)]
+        outputs: Tensor = self.layout.module(self.inputs(x))
         return outputs
 
     def samples(self, shard: slice) -> tuple[Tensor, Tensor]:

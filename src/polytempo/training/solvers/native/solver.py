@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from polytempo.core.client_steps import Rows
 from polytempo.core.layout import ALL_SHARED, Parts
 from polytempo.core.objective import Drift, Objective, Plain, Proximal, Pull
 from polytempo.core.optimizer import Adam, AdamW, Sgd
@@ -145,14 +146,16 @@ class NativeSolver(AutogradSolver):
         super().load(shared, personal)
         self.spread(self.layout.vector, self._served)
 
-    def outputs(self, shard: slice) -> Tensor:
+    def outputs(self, shard: slice, rows: Rows | None = None) -> Tensor:
         if not self._padding_is_zero(self.layout.vector):
-            return super().outputs(shard)
-        x = self._test_samples.of(shard)
+            return super().outputs(shard, rows)
+        samples = self._test_samples
+        x = samples.of(shard) if rows is None else samples.some(shard, rows)
         if self.program.filters:
             self.program.know(self.program.table.rows)
         self._make_room(_ROOM)
-        count, length = shard.stop - shard.start, self.program.net.recurrent.length
+        count = shard.stop - shard.start if rows is None else len(rows)
+        length = self.program.net.recurrent.length
         found = torch.empty(count, *[length] * bool(length), self.program.outputs)
         self._library.infer(
             self._space,
@@ -469,7 +472,7 @@ class _Samples:
             self._held = bounds
         return self._place
 
-    def some(self, shard: slice, rows: NDArray[np.int64]) -> int:
+    def some(self, shard: slice, rows: Rows) -> int:
         """Of these samples of a shard."""
         self._held = None
         return self._load(self._x[shard][torch.from_numpy(rows)])
