@@ -27,7 +27,8 @@ PACE = ["fig3", "fig4", "fig5", "fig6", "fig7", "table2", "table3", "table4", "w
 ACE = ["fig2", "fig3", "figa2", "figa3", "table2", "tablea2", "uploads"]
 CASA = ["fig10", "fig5", "fig6", "fig7", "fig8", "fig9", "table1", "table2"]
 P2P = ["along", "fastslow", "table1"]
-PAPERS = {"ace": ACE, "casa": CASA, "p2p": P2P, "pace": PACE}
+PERSONAL = ["table"]
+PAPERS = {"ace": ACE, "casa": CASA, "p2p": P2P, "pace": PACE, "personal": PERSONAL}
 ALL = [f"{paper}/{name}" for paper, names in PAPERS.items() for name in names]
 
 SPLITS = ("even", "c2")
@@ -937,6 +938,63 @@ def test_a_method_that_diverges_with_every_value_has_failed(grid, polytempo, tmp
         outcome = polytempo("reproduce", "tiny/table9", *grid)
         assert outcome.code == 2
         assert "asgd on digits/even, with every value of its grid" in outcome.err
+
+
+TUNED = """
+title = "Table 7"
+about = "Cohorts and a buffer, as they are handed and fine-tuned."
+columns = ["digits/even"]
+rows = ["cohorts", "cohorts-tuned", "stream"]
+in_time_of = "stream"
+beyond = 0
+"""
+OWN_RATES = """
+[strategies.cohorts]
+label = "cohorts"
+strategy = "fedavg"
+grid = { lr = [0.002, 0.02] }
+[strategies.cohorts-tuned]
+label = "cohorts, fine-tuned"
+strategy = "fedavg"
+fine_tuned = true
+grid = { lr = [0.002, 0.02] }
+[strategies.stream]
+label = "stream"
+strategy = "fedasync:alpha=0.5"
+grid = { lr = [0.002, 0.02] }
+"""
+
+
+def test_a_setting_is_tuned_and_rows_count_what_fine_tuning_makes_of_a_model(
+    paper, polytempo, ran, tmp_path
+):
+    folder = tmp_path / "papers" / "tiny"
+    settings = COMMON.replace("epochs = 1\n", "epochs = 1\nlr = 0.01\n", 1)
+    (folder / "common.toml").write_text(settings + OWN_RATES)
+    (folder / "table7.toml").write_text(TUNED)
+    assert polytempo("reproduce", "tiny/table7", *paper).code == 0
+    tuning, runs = (paper[1] / "tiny" / what / "digits-even" for what in ("tuning", "runs"))
+    assert {path.name for path in (tuning / "stream").iterdir()} == {"lr=0.002", "lr=0.02"}
+    assert [row for row, _ in ran].count("cohorts-tuned") == 0  # copied from the other row
+    [run] = (runs / "cohorts").glob("*/seed0")
+    assert read_config(run / "config.toml")["lr"] == float(run.parent.name.removeprefix("lr="))
+    result = {row: summary(paper[1], f"digits-even/{row}", "lr=0.02") for row in ("cohorts", "stream")}
+    found = rows_of((paper[1] / "tiny/table7/digits/table.md").read_text(), "Digits, even")
+    handed, tuned = found["cohorts"], found["cohorts, fine-tuned"]
+    assert handed["best"] == tuned["best"] == "lr=0.02"
+    assert tuned["handed"] == handed["adapted"] != handed["handed"]
+    assert float(tuned["handed"].rstrip("%")) == pytest.approx(
+        100 * result["cohorts"]["accuracy_adapted"], abs=0.051
+    )
+    assert (tuned["by sample"], tuned["in time"]) == ("-", "-")  # it has one evaluation, the last
+    end = result["stream"]["simulated_time"]
+    assert end < result["cohorts"]["simulated_time"]
+    with (runs / "cohorts/lr=0.02/seed0/metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if float(row["time"]) <= end]
+    assert float(handed["in time"].rstrip("%")) == pytest.approx(
+        100 * float(rows[-1]["accuracy"]), abs=0.051
+    )
+    assert "paper" not in handed
 
 
 def test_an_experiment_may_narrow_the_grids_and_share_the_runs(grid, polytempo, ran, tmp_path):

@@ -22,15 +22,9 @@ from polytempo.experiments.paper_specs import (
     experiments,
     load_experiment,
 )
+from polytempo.experiments.paper_tables import asides, legend, table
 from polytempo.experiments.progress import RunProgress
-from polytempo.experiments.reproduce import (
-    Place,
-    asides,
-    carry_out,
-    collect,
-    legend,
-    table,
-)
+from polytempo.experiments.reproduce import Place, carry_out, collect
 from polytempo.training.executors.processes import cores
 
 

@@ -14,17 +14,8 @@ from polytempo.experiments import result_folder
 from polytempo.experiments.compare import PLOTS
 from polytempo.experiments.folders import slug
 from polytempo.experiments.paper_specs import FIGURES, QUICK, Experiment, filled
-from polytempo.experiments.reproduce import (
-    Place,
-    Results,
-    asides,
-    collect,
-    converged,
-    final,
-    legend,
-    ratio,
-    table,
-)
+from polytempo.experiments.paper_tables import Results, asides, converged, legend, ratio, table
+from polytempo.experiments.reproduce import Place, collect, final
 from polytempo.experiments.result import RunResult
 from polytempo.report import (
     Bar,

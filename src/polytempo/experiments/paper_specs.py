@@ -3,8 +3,8 @@
 A setting "none" leaves open what is set for the paper's other experiments.
 
 A file names columns (`data set/split`) and rows (methods), both described in the paper's
-`common.toml`, and holds the published figures. A method may have a grid: it is run with every value
-of it, and the best counts.
+`common.toml`, and holds the published figures. A method may have a grid of its own options, or of
+settings that the experiment names, such as lr: it is run with every value, and the best counts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ QUICK = (
 TUNED = (
     "'Best' is the value of the grid with which the runs shown were made: the one with the best "
     "final accuracy on validation samples, a fifth of each client's training samples, in runs of "
-    "their own with the first seed. Values beyond the grid are tried as long as its end is best; "
-    "'edge': it still was after the last of them."
+    "their own with the first seed."
+)
+FURTHER = (
+    "Values beyond the grid are tried as long as its end is best; 'edge': it still was after the "
+    "last of them."
 )
 
 
@@ -68,7 +71,8 @@ class Method(_Part):
     label: str
     strategy: str  # {updates}, {cohorts}: the length of the run, in updates or in cohorts
     settings: dict[str, Any] = {}
-    grid: dict[str, tuple[float, ...]] = {}  # options, each with the values that are tried
+    grid: dict[str, tuple[float, ...]] = {}  # options or settings, with the values that are tried
+    fine_tuned: bool = False  # what counts is the adapted figure: clients fine-tune the one model
     published_as: str | None = None  # the row whose published figures this one is compared with too
     remark: str | None = None
 
@@ -121,6 +125,8 @@ class Experiment(_Part):
     figure: Literal["accuracy", "accuracy_weighted"] = "accuracy"  # what counts: see FIGURES
     against: tuple[Literal["time", "updates", "versions", "messages"], ...] = ("time",)  # x axes
     grid: dict[str, tuple[float, ...]] = {}  # in place of the methods' own grids
+    beyond: int = 4  # values, at most, that are tried beyond the ends of a grid
+    in_time_of: str | None = None  # a row: how good are the others when that one's run ends?
     model: str | None = None  # in place of the data sets' own
     updates: int | None = None  # in place of the settings' own; evaluations are as many as before
     remarks: tuple[str, ...] = ()
@@ -201,9 +207,11 @@ class Experiment(_Part):
         settings = {key: value for key, value in settings.items() if value != "none"}
         settings = self.adjusted(settings, quick)
         strategy = filled(str(settings["strategy"]), settings)
-        if choice:
-            strategy += ("," if ":" in strategy else ":") + spelled(choice)
-        settings |= {**more, "strategy": strategy, "seed": seed}
+        chosen = {key: value for key, value in (choice or {}).items() if key in settings}
+        options = {key: value for key, value in (choice or {}).items() if key not in settings}
+        if options:
+            strategy += ("," if ":" in strategy else ":") + spelled(options)
+        settings |= {**chosen, **more, "strategy": strategy, "seed": seed}
         return make_config(settings, f"{self.name}, {row}")
 
     def adjusted(self, settings: Mapping[str, Any], quick: bool) -> dict[str, Any]:
@@ -237,6 +245,7 @@ class Experiment(_Part):
             *self.remarks,
             *(remark for remark in methods if remark),
             *([TUNED] if tuned else []),
+            *([FURTHER] if tuned and self.beyond else []),
         ]
 
 

@@ -4,7 +4,7 @@ All experiments of a paper share their runs: what one of them has run, another o
 in `<out>/<paper>/runs/<data set>-<split>/<row>/seed<n>`, with the value of a grid in a folder
 between row and seed; runs that tune a grid are in `tuning` instead of `runs`. Nothing is run twice,
 and what was interrupted is resumed (`jobs.carry_out_all`). Where two columns ask for the same run,
-it is copied. The tables are made from the runs that are there.
+it is copied. The tables are made from the runs that are there (`paper_tables`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,23 +21,18 @@ from typing import Any
 import numpy as np
 
 from polytempo.core.errors import PolytempoError
-from polytempo.core.metric import ACCURACY
 from polytempo.data import available
 from polytempo.experiments.checkpoint import holds_run
-from polytempo.experiments.compare import known_of_clusters, of_clusters
 from polytempo.experiments.config import RunConfig, difference, read_config
 from polytempo.experiments.folders import slug
 from polytempo.experiments.jobs import Order, Watch, carry_out_all
-from polytempo.experiments.paper_specs import FIGURES, Choice, Experiment, spelled
+from polytempo.experiments.paper_specs import Choice, Experiment, spelled
 from polytempo.experiments.peer_settings import of_comparison
 from polytempo.experiments.result import RunResult
 from polytempo.experiments.result_folder import read_result
-from polytempo.experiments.tables import messages, spread
 
-Results = Mapping[str, Sequence[RunResult]]  # by row, one for each seed
 DIVERGED = "diverged.txt"  # in the folder of a run: this value of the grid is not tried again
 VALIDATION = 0.2  # of the training samples: grids are tuned on these, never on test samples
-BEYOND = 4  # values, at most, that are tried beyond the ends of a grid
 
 
 @dataclass(frozen=True)
@@ -233,7 +228,7 @@ def tune(
         grown = False
         for (row, column), choice in further.items():
             grid = grids[row, column]
-            if choice is not None and len(grid) < len(place.choices(row)) + BEYOND:
+            if choice is not None and len(grid) < len(place.choices(row)) + place.experiment.beyond:
                 grid.append(choice)
                 grown = True
         if not grown or place.quick:
@@ -260,7 +255,7 @@ def tried(place: Place, row: str, column: str) -> list[tuple[float, Choice]]:
                 row, column, result.seed, place.quick, choice, validation=VALIDATION
             )
             if _was_run(wanted, folder) and result.summary["complete"]:
-                found.append((final(place, [result]), choice))
+                found.append((final(place, [_counted(place, row, result)]), choice))
     return found
 
 
@@ -323,7 +318,18 @@ def _finished(place: Place, row: str, column: str, choice: Choice) -> list[RunRe
         config = place.experiment.config(row, column, seed, place.quick, choice)
         result = read_result(folder)
         if _was_run(config, folder) and result.summary["complete"]:
-            found.append(result)
+            found.append(_counted(place, row, result))
+    return found
+
+
+def _counted(place: Place, row: str, result: RunResult) -> RunResult:
+    """The run as the row counts it."""
+    if not place.experiment.strategies[row].fine_tuned:
+        return result
+    found = result.fine_tuned()
+    if found is None:
+        name = place.experiment.label(row)
+        raise PolytempoError(f"{name} counts adapted figures: adapt_epochs must not be 0")
     return found
 
 
@@ -336,168 +342,7 @@ def _was_run(config: RunConfig, folder: Path) -> bool:
     return difference(config.model_copy(update={"updates": updates}), kept) is None
 
 
-def legend(experiment: Experiment) -> str:
-    """What the columns of the tables mean."""
-    if experiment.figure == "accuracy_weighted":
-        return (
-            "Pooled: accuracy of the server's model on the test samples of all clients together "
-            f"(last {experiment.last} evaluations). Paper: its accuracy. Diff.: pooled minus "
-            "paper, in points. Steps: how often the server has changed its model. Uploads: that it "
-            "got for it."
-        )
-    more = ""
-    if any(experiment.column(column)[1].target for column in experiment.columns):
-        more += " To ...%: simulated seconds until the handed accuracy first reaches that."
-    if experiment.paper.seconds:
-        more += " Paper's time: the same, or to convergence, in the paper's own unit."
-    if any(experiment.clustered(row) for row in experiment.rows):
-        more += (
-            " Clusters: how many there are at the end; in none: clients that are in none; purity "
-            "and (adjusted) rand index: how well the others' fit the true groups."
-        )
-    return (
-        "Handed: accuracy of the models that clients are handed, mean over clients (last "
-        f"{experiment.last} evaluations). By sample: the same with every test sample counting "
-        "once. Adapted: handed, after local training of that model. Paper: its accuracy. Diff.: "
-        "handed minus paper, in points. Time: simulated seconds to convergence. Messages: models "
-        "sent either way." + more
-    )
-
-
-def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
-    """One line per row: our figures, where there are any, next to the paper's."""
-    experiment = place.experiment
-    target = experiment.column(column)[1].target
-    clustered = known_of_clusters(results)
-    lines = []
-    for row in experiment.rows:
-        found = results.get(row, ())
-        published = experiment.published(row, column)
-        pooled = experiment.figure == "accuracy_weighted"
-        last = experiment.last
-        ours = spread([r.final(experiment.figure, last) for r in found], ACCURACY) if found else "-"
-        line = {"method": experiment.label(row), FIGURES[experiment.figure][0]: ours}
-        if not pooled:
-            weighted = [r.final("accuracy_weighted", last) for r in found]
-            line["by sample"] = spread(weighted, ACCURACY) if found else "-"
-            line["adapted"] = _share(found, "accuracy_adapted")
-        line["paper"] = " ± ".join(f"{each:.2f}" for each in published) if published else "-"
-        line["diff."] = "-"
-        if found and published and place.comparable(column):
-            line["diff."] = f"{100 * final(place, found) - published[0]:+.1f}"
-        if any(experiment.strategies[each].grid for each in experiment.rows):
-            line["best"] = _best(place, row, column)
-        if pooled:
-            line["steps"] = _last(found, "version")
-            line["uploads"] = _last(found, "updates")
-        else:
-            if target is None:
-                line["time"] = _times(found)
-            else:
-                times = [r.time_to(target) for r in found]
-                line[f"to {target:.0%}"] = spread(times) if found else "-"
-            if experiment.paper.seconds:
-                line["paper's time"] = _said(experiment.seconds(row, column))
-            line |= of_clusters(found, clustered)
-            line["messages"] = spread([messages(r) for r in found], digits=0) if found else "-"
-        if experiment.plot == "tradeoff":
-            share = ratio(found, results["fedavg"], converged)
-            line["of FedAvg's"] = "-" if share is None else f"{share:.0%}"
-        lines.append({**line, "seeds": str(len(found)) if found else "-"})
-    return lines
-
-
-def asides(place: Place, column: str, results: Results) -> list[str]:
-    """Figures that the paper gives for few methods only, too few for a column of the table."""
-    paper, lines = place.experiment.paper, _effects(place, column, results)
-    if not place.comparable(column):
-        return lines
-    for figures, base, figure, what in (
-        (paper.time, "fedavg", converged, "{:.1%} of FedAvg's convergence time (paper: {:.1%})"),
-        (paper.sent, "fedasync", _sent, "{:.3f} times FedAsync's models sent (paper: {:.2f})"),
-    ):
-        for row, published in figures.items():
-            ours = ratio(results.get(row, ()), results.get(base, ()), figure)
-            if ours is not None and column in published:
-                label = place.experiment.label(row)
-                lines.append(f"{label}: {what.format(ours, published[column])}")
-    return lines
-
-
-def _effects(place: Place, column: str, results: Results) -> list[str]:
-    """How good a fast and a slow peer are in the end, and what fusions did to them."""
-    if not place.experiment.paper.effects or place.quick:
-        return []
-    lines = []
-    for row, found in results.items():
-        if not found:
-            continue
-        pairs = [sorted(r.summary["peers"], key=lambda peer: peer["factor"]) for r in found]
-        published = place.experiment.paper.effects.get(row, {}).get(column)
-        words = []
-        for index, name in enumerate(("fast", "slow")):
-            ends = spread([pair[index]["accuracy"] for pair in pairs], ACCURACY)
-            effects = [pair[index]["fusion_effect"] for pair in pairs]
-            text = f"{name} peer {ends}"
-            if None not in effects:
-                text += f", {100 * float(np.mean(effects)):+.1f} points by a fusion"
-            words.append(text + (f" (paper: {published[index]:+.1f})" if published else ""))
-        lines.append(f"{place.experiment.label(row)}: {'; '.join(words)}")
-    return lines
-
-
 def final(place: Place, found: Sequence[RunResult]) -> float:
     """The figure that counts, mean over seeds."""
     figure, last = place.experiment.figure, place.experiment.last
     return float(np.mean([result.final(figure, last) for result in found]))
-
-
-def _best(place: Place, row: str, column: str) -> str:
-    """The value of the grid that was chosen."""
-    best = chosen(place, row, column)
-    if not best:
-        return "-"
-    values = [choice for _, choice in tried(place, row, column)]
-    edge = len(values) > 1 and beyond(place, row, column, values) is not None
-    return spelled(best).replace(",", ", ") + " (edge)" * edge
-
-
-def _last(found: Sequence[RunResult], key: str) -> str:
-    return spread([r.history[-1][key] for r in found], digits=0) if found else "-"
-
-
-def _share(found: Sequence[RunResult], key: str) -> str:
-    return spread([r.summary[key] for r in found], ACCURACY, none="-") if found else "-"
-
-
-def _times(found: Sequence[RunResult]) -> str:
-    return spread([r.summary["convergence_time"] for r in found]) if found else "-"
-
-
-def _said(seconds: float | None) -> str:
-    return "-" if seconds is None else "never" if math.isinf(seconds) else f"{seconds:,.1f}"
-
-
-def converged(result: RunResult) -> float | None:
-    time: float | None = result.summary["convergence_time"]
-    return time
-
-
-def _sent(result: RunResult) -> float | None:
-    """Models sent to clients."""
-    return float(result.summary["messages"]["dispatch"] + result.summary["messages"]["multicast"])
-
-
-def ratio(
-    found: Sequence[RunResult],
-    base: Sequence[RunResult],
-    figure: Callable[[RunResult], float | None],
-) -> float | None:
-    """The ratio of the means over the seeds that both have."""
-    ours = {r.summary["seed"]: figure(r) for r in found}
-    theirs = {r.summary["seed"]: figure(r) for r in base}
-    pairs = [(ours[seed], theirs[seed]) for seed in ours.keys() & theirs]
-    if not pairs or any(None in pair for pair in pairs):
-        return None
-    one, other = np.array(pairs, dtype=float).sum(axis=0)
-    return float(one / other) if other else None

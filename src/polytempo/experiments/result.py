@@ -85,6 +85,7 @@ class RunResult:
                 **row,
                 "time": row["time"] + later,
                 name: row[f"{name}_adapted"],
+                f"{name}_weighted": None,
                 f"{name}_worst10": row.get(worst),
             }
             for row in self.history

@@ -234,16 +234,18 @@ class NextToken(Problem):
     """The token that follows, at every place of a sequence: cross-entropy and accuracy per token.
 
     Places whose target is 0 (padding) do not count. Perplexity is the exponential of the loss.
+    `first`: which of the two is the metric of a run.
     """
 
     targets: ClassVar[str | None] = "next-token"
 
+    first: Literal["perplexity", "accuracy"] = "perplexity"
+
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        return (
-            Metric("perplexity", "perplexity", "lower", False, _perplexity),
-            Metric("accuracy", "accuracy per token", "higher", True, Mean("correct")),
-        )
+        perplexity = Metric("perplexity", "perplexity", "lower", False, _perplexity)
+        accuracy = Metric("accuracy", "accuracy per token", "higher", True, Mean("correct"))
+        return (accuracy, perplexity) if self.first == "accuracy" else (perplexity, accuracy)
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         if outputs.shape[:-1] != targets.shape:
