@@ -978,10 +978,12 @@ def test_a_setting_is_tuned_and_rows_count_what_fine_tuning_makes_of_a_model(
     assert [row for row, _ in ran].count("cohorts-tuned") == 0  # copied from the other row
     [run] = (runs / "cohorts").glob("*/seed0")
     assert read_config(run / "config.toml")["lr"] == float(run.parent.name.removeprefix("lr="))
-    result = {row: summary(paper[1], f"digits-even/{row}", "lr=0.02") for row in ("cohorts", "stream")}
+    result = {
+        row: summary(paper[1], f"digits-even/{row}", "lr=0.02") for row in ("cohorts", "stream")
+    }
     found = rows_of((paper[1] / "tiny/table7/digits/table.md").read_text(), "Digits, even")
     handed, tuned = found["cohorts"], found["cohorts, fine-tuned"]
-    assert handed["best"] == tuned["best"] == "lr=0.02"
+    assert handed["best"] == tuned["best"] == "lr=0.02 (edge)"
     assert tuned["handed"] == handed["adapted"] != handed["handed"]
     assert float(tuned["handed"].rstrip("%")) == pytest.approx(
         100 * result["cohorts"]["accuracy_adapted"], abs=0.051
@@ -989,7 +991,7 @@ def test_a_setting_is_tuned_and_rows_count_what_fine_tuning_makes_of_a_model(
     assert (tuned["by sample"], tuned["in time"]) == ("-", "-")  # it has one evaluation, the last
     end = result["stream"]["simulated_time"]
     assert end < result["cohorts"]["simulated_time"]
-    with (runs / "cohorts/lr=0.02/seed0/metrics.csv").open() as file:
+    with (runs / "cohorts/lr=0.02/seed0/history.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if float(row["time"]) <= end]
     assert float(handed["in time"].rstrip("%")) == pytest.approx(
         100 * float(rows[-1]["accuracy"]), abs=0.051

@@ -215,7 +215,7 @@ def test_the_metric_of_each_problem_and_its_direction():
 
 
 def test_text_may_be_judged_by_accuracy():
-    text = PROBLEMS.create("next-token", {"first": "accuracy"})
+    text = PROBLEMS.create("next-token:first=accuracy")
     assert [metric.name for metric in text.metrics] == ["accuracy", "perplexity"]
     outputs, y = batch("next-token", 30)
     assert judged(text, outputs, y) == judged(NextToken(), outputs, y)

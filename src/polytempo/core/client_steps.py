@@ -316,9 +316,9 @@ class Line(ClientStep):
     learns what was added, as far as it lacks it. In use the client adds the same share of its line
     to the model that it is served. Statistics (of batch normalisation) have no line.
 
-    With `hold_out`, that share of the client's samples is never trained on. How many these are, and
-    their summed losses under the received model with less or more of the line (`SHARES`), are
-    uploaded as `line.losses`: it is for the server to find the share that is best for everybody."""
+    With `hold_out`, that share of the client's samples is never trained on. What a part of the line
+    (`SHARES`) adds to their summed loss under the received model is uploaded as `line.losses`: it
+    is for the server to find the share that is best for everybody."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 0.8
     memory: Annotated[int, Field(ge=1)] = 4
@@ -337,7 +337,7 @@ class Line(ClientStep):
         return {"line.losses": 1} if self.hold_out else {}
 
     def work(self, task: Task, samples: int) -> float:
-        return len(SHARES) * int(self.hold_out * samples) / 3  # forward passes
+        return (1 + len(SHARES)) * int(self.hold_out * samples) / 3  # forward passes
 
     def before(self, session: Session) -> None:
         if "line" in session.memory:
@@ -361,17 +361,18 @@ class Line(ClientStep):
     def _losses(self, session: Session, line: Tensor) -> Tensor:
         held = session.held_out
         if not len(held):
-            return torch.zeros(1, 1 + len(SHARES))
+            return torch.zeros(1, len(SHARES))
+        without = session.loss(session.received, held)
         losses = [session.loss(session.received + share * line, held) for share in SHARES]
-        most = 10 * losses[0]  # a line may lead far astray
-        losses = [min(loss, most) if loss == loss else most for loss in losses]
-        return torch.tensor([[len(held), *losses]])
+        most = 9 * abs(without)  # a line may lead far astray
+        added = [loss - without if loss == loss else most for loss in losses]
+        return torch.tensor([[max(-most, min(most, each)) for each in added]])
 
     def use(self, served: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
         return served + memory["line.share"] * memory["line"] if "line" in memory else served
 
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a line, that are compared
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of a line, that are compared with none of it
 
 
 def are_labels(targets: Tensor) -> bool:

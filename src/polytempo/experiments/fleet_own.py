@@ -358,7 +358,7 @@ class OwnTraining:
             raise PolytempoError(
                 f"the server's strategy asks clients for {', '.join(sorted(missing))} as well: "
                 "return a pair of dictionaries from train, or use a strategy that asks for models "
-                "alone"
+                "alone (descant: hold_out=0)"
             )
 
     def swap(self, dispatch: Dispatch) -> int | None:

@@ -34,12 +34,9 @@ QUICK = (
 TUNED = (
     "'Best' is the value of the grid with which the runs shown were made: the one with the best "
     "final accuracy on validation samples, a fifth of each client's training samples, in runs of "
-    "their own with the first seed."
+    "their own with the first seed; 'edge': it was the first or last of those that were tried."
 )
-FURTHER = (
-    "Values beyond the grid are tried as long as its end is best; 'edge': it still was after the "
-    "last of them."
-)
+FURTHER = "As long as the best value is at an end of the grid, one beyond it is tried, up to {}."
 
 
 class _Part(BaseModel):
@@ -245,7 +242,7 @@ class Experiment(_Part):
             *self.remarks,
             *(remark for remark in methods if remark),
             *([TUNED] if tuned else []),
-            *([FURTHER] if tuned and self.beyond else []),
+            *([FURTHER.format(self.beyond)] if tuned and self.beyond else []),
         ]
 
 

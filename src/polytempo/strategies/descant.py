@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -42,9 +41,10 @@ class Descant(Strategy):
     - Clients are served a moving average `E` of `G` over about `horizon` times n arrivals (over
       half of them at first), to which each adds beta times its line.
     - `beta`, how much of the lines is good for everybody, is measured: each client keeps `hold_out`
-      of its samples out of training and uploads, beside its way, how many these are and their
-      summed losses under `G_sent` with several shares of its line. Of moving averages of these sums
-      over n arrivals, `beta` is the minimum of the parabola through the losses.
+      of its samples out of training and uploads, beside its way, what several shares of its line
+      add to their summed loss under `G_sent`. Of moving averages of these sums over n arrivals (20,
+      if n is less), `beta` is the minimum of the parabola through them and 0. It stays at 0.5 as
+      long as nobody can say: clients of fewer than 16 samples hold out none.
 
     Label counts, lines and the models in use never leave the client, a training takes about as long
     as in FedAvg, and the server keeps two models, and those that clients in training were sent.
@@ -53,10 +53,10 @@ class Descant(Strategy):
     something else to each, lines grow into models of their own.
 
     `prior`: what is added to each label count; 0: no prior. `beta` (0: no line) is measured unless
-    it is set. `hold_out` 0: nothing is held out, nothing but the way is uploaded (as `--dp` asks),
-    and `beta` is 0.5 unless it is set. `weight_decay`: that of the local optimizer is at least
-    this, since the shared model sees every sample again and again. Statistics of batch
-    normalisation have no line; the server's move towards the client's at the rate r.
+    it is set; then nothing is held out. `hold_out` 0: nothing is held out, nothing but the way is
+    uploaded (as `--dp` asks), and `beta` is 0.5 unless it is set. `weight_decay`: that of the local
+    optimizer is at least this, since the shared model sees every sample again and again. Statistics
+    of batch normalisation have no line; the server's move towards the client's at the rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
@@ -80,8 +80,9 @@ class Descant(Strategy):
         self.history = History(context.initial)
         self.mean = context.initial
         self.t = 0
-        # Samples that were held out, and their summed losses with SHARES of the lines.
-        self.heard = torch.zeros(1 + len(SHARES), dtype=torch.float64)
+        # What SHARES of the lines add to the summed losses of samples that were held out.
+        self.heard = torch.zeros(len(SHARES), dtype=torch.float64)
+        self.measured = self.hold_out if self.beta is None else 0.0
         optimizer = context.task.optimizer
         decay = max(optimizer.weight_decay, self.weight_decay)
         optimizer = replace(optimizer, weight_decay=decay)
@@ -89,16 +90,17 @@ class Descant(Strategy):
 
     def task(self, client: int) -> Task:
         steps: list[ClientStep] = [Prior(self.prior)] if self.prior else []
-        if self.beta != 0 or self.hold_out:
-            steps.append(Line(self._share(), self.memory, self.hold_out))
+        if self.beta != 0:
+            steps.append(Line(self._share(), self.memory, self.measured))
         return replace(self.plain, client_steps=tuple(steps))
 
     def _share(self) -> float:
         """What clients use of their lines, by what was heard so far."""
-        losses = self.heard[1:].numpy()
-        if self.beta is not None or losses.min() == losses.max():  # nobody has a line yet
-            return 0.5 if self.beta is None else self.beta
-        return lowest(SHARES, losses)
+        if self.beta is not None:
+            return self.beta
+        if not self.heard.any():  # nobody has a line yet
+            return 0.5
+        return lowest((0.0, *SHARES), (0.0, *self.heard.tolist()))
 
     def model_for(self, client: int) -> Tensor:
         return self.history.current
@@ -113,7 +115,7 @@ class Descant(Strategy):
         self.history.release(client)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        if self.hold_out:
+        if self.measured:
             self._hear(update)
         self.t += 1
         n, now = self.context.clients, self.history.current
@@ -131,17 +133,17 @@ class Descant(Strategy):
 
     def _hear(self, update: Update) -> None:
         said = update.extras["line.losses"].double().flatten()
-        most = int(self.hold_out * update.samples)
-        if len(said) != len(self.heard) or bool((said < 0).any()) or float(said[0]) > most:
+        if len(said) != len(SHARES):
             raise Refused(
-                f"client {update.client} sent {said.tolist()} as its losses; expected a number of "
-                f"samples, at most {most}, and {len(SHARES)} sums, none of them negative"
+                f"client {update.client} sent {len(said)} numbers as its losses; expected "
+                f"{len(SHARES)}"
             )
         arrivals = min(max(self.context.clients, FEWEST), max(1.0, self.t / 2))
         self.heard = torch.lerp(self.heard, said, 1 / arrivals)
 
 
-def lowest(x: Sequence[float], y: NDArray[np.float64]) -> float:
+@lru_cache(maxsize=1)  # asked for at every dispatch and for every client that is served
+def lowest(x: tuple[float, ...], y: tuple[float, ...]) -> float:
     """Where between the ends of x the parabola through these points (by least squares) is
     lowest."""
     c, b, a = np.polynomial.polynomial.polyfit(x, y, 2)

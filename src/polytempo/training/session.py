@@ -106,10 +106,16 @@ class Session:
         return self.task.optimizer.begin(moments[kept[0]]) | moments
 
     def _hold_out(self) -> Rows:
-        """The samples that its steps keep out of all trainings of the client."""
+        """The samples that its steps keep out of all trainings of the client: the same ones
+        whenever it trains, and wherever."""
         share = max((step.holds_out for step in self.task.client_steps), default=0.0)
-        order = rng(self.solver.seed, self.job.client, "held out").permutation(self.samples)
-        return order[: int(share * self.samples)]
+        if not 0 <= share <= 0.5:
+            raise PolytempoError(
+                f"a client step holds out {share:g} of the samples; expected a share from 0 to 0.5"
+            )
+        if not (count := int(share * self.samples)):
+            return np.zeros(0, dtype=np.int64)
+        return rng(self.solver.seed, "held out").permutation(self.samples)[:count]
 
     # -- client steps ------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Session:
             memory={PERSONAL: own} if len(own) else {},
         )
         session = self.solver.begin(job)
-        session.frozen = frozen
+        session.frozen, session.held_out = frozen, self.held_out
         session.advance()
         return session.finish().upload
 

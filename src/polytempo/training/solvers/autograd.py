@@ -140,11 +140,15 @@ class AutogradSolver:
     ) -> Score:
         """The model that is loaded, with this added to its outputs and this made of them, on these
         samples, or on a few of them (under inference_mode)."""
-        if rows is not None:
-            outputs = self.outputs(shard, rows)
-            outputs = outputs if offset is None else outputs + offset
-            return Score(self.problem.sums(outputs, self.y[shard][torch.from_numpy(rows)]))
         found = Score({})
+        if rows is not None:
+            for begin in range(0, len(rows), self.at_once):
+                some = rows[begin : begin + self.at_once]
+                outputs = self.outputs(shard, some)
+                outputs = outputs if offset is None else outputs + offset
+                targets = self.y[shard][torch.from_numpy(some)]
+                found += Score(self.problem.sums(outputs, targets))
+            return found
         for begin in range(shard.start, shard.stop, self.at_once):
             part = slice(begin, min(begin + self.at_once, shard.stop))
             outputs = self.outputs(part)

@@ -292,11 +292,15 @@ void train_dual(Space *s, const Net *net, float *w, const Run *run, long samples
         const double u = h.pulled ? h.u + h.away : 0, v = h.pulled ? h.v - h.away : 0;
         speed = h.momentum * speed + (h.decay + u) * alpha + v, alpha -= h.lr * speed;
         h.moment = block, h.anchor = 2 * block; // Z, then its momentum, then Z0
-        for (long m = 0; m < n; m++) {
-            number[rows[m]] = m + 1;
-            memcpy(products_of + m * GP, gram + rows[m] * GP, 4 * GP);
-        }
+        for (long m = 0; m < n; m++) memcpy(products_of + m * GP, gram + rows[m] * GP, 4 * GP);
         outer<MOVED>(samples, OP, n, 1, GP, OP, OP, products_of, e, Z, &h);
+        for (long m = 0; m < n; m++) {
+            int64_t &at = number[rows[m]];
+            if (at) // a sample that is in the batch twice
+                for (long o = 0; o < OP; o += 8) st(e + (at - 1) * OP + o, ld(e + (at - 1) * OP + o) + ld(e + m * OP + o));
+            else
+                at = m + 1;
+        }
         h.pulled = false, h.decay += u; // C has no anchor
         for (long m = 0; m < samples; m++) {
             for (long o = 0; o < OP; o += 8)
