@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from polytempo.core.errors import PolytempoError
+from polytempo.experiments import jobs
 from polytempo.experiments.config import make_config
 from polytempo.experiments.jobs import Order, carry_out_all
 
@@ -52,6 +53,21 @@ def test_two_at_once_give_the_same_results_as_one(tmp_path):
     assert len(fingerprints(tmp_path / "1")) == 3
     again = list(carry_out_all(orders(tmp_path / "2", *names), 2, watch))
     assert all(each.complete for each in again) and not seen  # nothing is run twice
+
+
+def test_a_process_takes_one_run_after_the_other(tmp_path, monkeypatch):
+    started, start = [], jobs._started
+
+    def counted():
+        started.append(start())
+        return started[-1]
+
+    monkeypatch.setattr(jobs, "_started", counted)
+    names = ["pace", "fedavg", "fedasync", "fedbuff"]
+    wrong = orders(tmp_path, "standalone", lr=1e30)
+    ended = list(carry_out_all([*wrong, *orders(tmp_path, *names)], 2, quiet))
+    assert [each.complete for each in ended].count(True) == 4  # after one that diverged, too
+    assert len(started) == 2 and not any(process.is_alive() for _, process in started)
 
 
 def test_a_run_that_diverges_is_told_apart(tmp_path):

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -114,39 +115,52 @@ class _Running:
 
 
 def _side_by_side(orders: Sequence[Order], at_once: int, watch: Watch) -> Iterator[Ended]:
-    """Processes are spawned, not forked: this one may have threads, such as that of a progress
-    bar."""
-    spawn = multiprocessing.get_context("spawn")
+    """A process takes one run after the other: importing torch and reading the data takes longer
+    than many a run."""
     left, running = deque(orders), dict[Connection, _Running]()
+    idle: list[tuple[Connection, BaseProcess]] = []
     with interruptible() as interrupted:
         try:
             while running or (left and not interrupted.is_set()):
                 while left and len(running) < at_once and not interrupted.is_set():
-                    order, (ours, theirs) = left.popleft(), spawn.Pipe(duplex=False)
-                    process = spawn.Process(target=_child, args=(order, theirs))
-                    process.start()
-                    theirs.close()
-                    running[ours] = _Running(order, process, watch(order.label))
+                    connection, process = idle.pop() if idle else _started()
+                    order = left.popleft()
+                    running[connection] = _Running(order, process, watch(order.label))
+                    with suppress(BrokenPipeError):  # it was killed: that is heard of below
+                        connection.send(order)
                 for ready in wait(list(running), timeout=0.2):
                     assert isinstance(ready, Connection)
                     ended = _heard(ready, running[ready])
                     if ended is not None:
-                        running.pop(ready).process.join()
-                        ready.close()
+                        idle.append((ready, running.pop(ready).process))
                         yield ended
                 if interrupted.is_set():
                     _stop(running.values())
         finally:
             _stop(running.values())
+            for connection, process in idle:
+                connection.close()  # it ends, as there is nothing more for it to do
+                process.join()
             for each in running.values():
                 each.process.join()
+
+
+def _started() -> tuple[Connection, BaseProcess]:
+    """A process that waits for orders. It is spawned, not forked: this one may have threads, such
+    as that of a progress bar."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_child, args=(theirs,))
+    process.start()
+    theirs.close()
+    return ours, process
 
 
 def _heard(from_: Connection, running: _Running) -> Ended | None:
     """What a process has sent: a report, or the end."""
     try:
         kind, *said = from_.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         running.process.join()
         code, where = running.process.exitcode, running.order.folder
         if running.asked and code == -signal.SIGTERM:  # it had not begun to listen
@@ -172,19 +186,24 @@ def _stop(running: Iterable[_Running]) -> None:
             each.asked = True
 
 
-def _child(order: Order, to: Connection) -> None:
+def _child(parent: Connection) -> None:
     """In a process of its own, and out of reach of Ctrl-C, which the parent passes on."""
     os.setpgrp()
+    load = LastFederation()
 
     def send(*said: object) -> None:
         try:
-            to.send(said)
-        except BrokenPipeError:  # the parent was killed: the last checkpoint is what remains
+            parent.send(said)
+        except ConnectionError:  # the parent was killed: the last checkpoint is what remains
             sys.exit(1)
 
     try:
-        progress = Reporting(lambda *said: send("report", *said))
-        ended, _ = _settled(order, LastFederation(), progress)
-        send("ended", ended.complete, ended.diverged)
+        while True:
+            order = parent.recv()
+            progress = Reporting(lambda *said: send("report", *said))
+            ended, _ = _settled(order, load, progress)
+            send("ended", ended.complete, ended.diverged)
+    except (EOFError, ConnectionResetError):  # there is nothing more to do
+        pass
     except PolytempoError as error:
         send("failed", str(error))
