@@ -117,6 +117,19 @@ def test_objectives(objective, features, anchored):
     assert_as_good_as_torch(uploads(module, federation, task, vectors=vectors), 2e-5)
 
 
+@pytest.mark.parametrize("shape", [(3, 20), (2, 3, 2, 5)])
+def test_samples_of_any_dimensions_that_are_flattened(shape):
+    """Such as windows of a sensor's channels."""
+    module = network(nn.Flatten(), nn.Linear(60, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert_as_good_as_torch(uploads(module, federation_for(shape, 3), Task(epochs=2, batch_size=5)))
+
+
+@pytest.mark.parametrize("first", [nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.ReLU(), nn.Linear(20, 2)])
+def test_samples_of_two_dimensions_that_are_not_flattened_go_to_torch(first):
+    with pytest.raises(Unfit, match=r"2 dimensions|flattens something else"):
+        chain(nn.Sequential(first, nn.Flatten(), nn.Linear(60, 3)), (3, 20))
+
+
 def test_the_dual_form_is_taken_where_it_pays(monkeypatch):
     taken = []
     usual = NativeSolver._dual

@@ -3,6 +3,8 @@ the module is not such a chain."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -43,15 +45,15 @@ def chain(module: nn.Module, shape: tuple[int, ...], tokens: bool = False) -> li
 
 
 def _layers(module: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
-    form: Form
-    if len(shape) == 3:
-        form = Image(*shape)
-    elif len(shape) == 1:
-        form = Vector(shape[0])
-    else:
-        raise Unfit(f"its samples have {len(shape)} dimensions")
+    parts = calls(module)
+    form: Form = Image(*shape) if len(shape) == 3 else Vector(math.prod(shape))
+    if len(shape) not in (1, 3):  # known only if they are flattened
+        first = next(parts, None)
+        if not isinstance(first, nn.Flatten):
+            raise Unfit(f"its samples have {len(shape)} dimensions, and it does not flatten them")
+        layer_of(first, form)
     found: list[Layer] = []
-    for part in calls(module):
+    for part in parts:
         layer = layer_of(part, form)
         if layer is not None:
             form = layer.after
