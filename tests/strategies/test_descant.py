@@ -19,7 +19,7 @@ from polytempo.core.messages import Staleness, Update
 from polytempo.core.optimizer import Sgd
 from polytempo.strategies import Descant
 from polytempo.training import Exam, Job, make_executor
-from solving import NATIVE
+from solving import NATIVE, needs_compiler
 
 D = 6
 
@@ -282,18 +282,19 @@ def test_the_line_goes_on_and_only_what_is_new_is_uploaded():
     way = trained(step, start, memory, lambda x: x + added)
     assert way.tolist() == [1.0, 1.0]  # there was nothing to go on from
     assert memory["line"].tolist() == [1.0, 1.0]
-    # From (10.5, 0.5) to (11.5, 1.5): the half-space x + y >= 13 is 3/2 of the step away.
+    # From (10.25, 0.25), by a quarter of the line, to (11.25, 1.25): the half-space x + y >= 12.5 is
+    # 5/4 of the step away.
     way = trained(step, start, memory, lambda x: x + added)
-    assert way.tolist() == [1.5, 1.5]
-    assert memory["line"].tolist() == [1.25, 1.25]
+    assert way.tolist() == [1.25, 1.25]
+    assert memory["line"].tolist() == [1.125, 1.125]
     assert memory["line.share"].tolist() == [0.5]
     assert memory["line.trainings"].tolist() == [2.0]
-    # From (10.625, 0.625) back by 1: x <= 9.625 is 0.375 away.
+    # From (10.28125, 0.28125) back by 1: x <= 9.28125 is 0.71875 away.
     way = trained(step, start, memory, lambda x: x + torch.tensor([-1.0, 0.0]))
-    assert way.tolist() == [-0.375, 0.0]
-    assert memory["line"].tolist() == [0.4375, 0.9375]
+    assert way.tolist() == [-0.71875, 0.0]
+    assert memory["line"].tolist() == [0.203125, 0.703125]
     # Not so far back: the shared model is beyond that already.
-    way = trained(step, start, memory, lambda x: x + torch.tensor([-0.125, 0.0]))
+    way = trained(step, start, memory, lambda x: x + torch.tensor([-0.03125, 0.0]))
     assert way.tolist() == [0.0, 0.0]
 
 
@@ -316,13 +317,13 @@ def test_a_client_trains_from_its_line_which_stays_at_home(small, solver):
     line, memory = torch.zeros_like(start).double(), {}
     for number in range(1, 5):
         stream = ("client", 1, "dispatch", number)
-        added = backend.train(Job(1, start + 0.75 * line.float(), plain, stream)).double()
+        added = backend.train(Job(1, start + 0.5625 * line.float(), plain, stream)).double()
         job = Job(1, start, replace(plain, client_steps=asked), stream, memory=memory)
         upload, extras, memory = backend.carry_out(job)
         assert not extras
-        way = max(0.0, float((0.75 * line + added) @ added) / float(added @ added)) * added
+        way = max(0.0, float((0.5625 * line + added) @ added) / float(added @ added)) * added
         torch.testing.assert_close(upload.double(), way, atol=1e-5, rtol=1e-4)
-        line = line + (0.75 * line + added - line) / min(number, 3)
+        line = line + (0.5625 * line + added - line) / min(number, 3)
         torch.testing.assert_close(memory["line"].double(), line, atol=1e-5, rtol=1e-4)
         assert memory["line.trainings"].tolist() == [number]
 
@@ -403,7 +404,7 @@ def test_a_step_may_not_hold_out_more_than_half(small):
         backend.solver.begin(Job(0, backend.solver.layout.read(), task, ("x",)))
 
 
-@pytest.mark.skipif(NATIVE == "torch", reason="no compiler")
+@needs_compiler
 def test_samples_that_are_twice_in_a_batch_count_twice_in_every_form_of_a_layer():
     """Many features and few samples: the native solver takes the first layer in its dual form, and
     samples that are held out have others in their places."""
@@ -414,7 +415,7 @@ def test_samples_that_are_twice_in_a_batch_count_twice_in_every_form_of_a_layer(
     step = Line(hold_out=0.4)
     task = Task(epochs=10, batch_size=8, lr=0.05, client_steps=(step,), upload="delta")
     found = []
-    for solver in ("torch", NATIVE):
+    for solver in ("torch", "native"):
         backend = make_executor(network, federation, 3, solver=solver, name="serial")
         job = Job(0, backend.solver.layout.read(), task, ("x",))
         session = backend.solver.begin(job)

@@ -309,12 +309,14 @@ class Line(ClientStep):
     """A line of the client's own above the shared model: it never leaves the client.
 
     With G the model that it is sent and m its line (0 at first), the client trains from
-    `G + share m` to theta. The line becomes the mean of `theta - G` over about the last `memory`
-    trainings. What is uploaded is the way from G to the half-space of all x with
-    `<x, d> >= <theta, d>`, where `d = theta - G - share m` is what this training has added:
-    `max(0, 1 + share <m, d> / |d|^2) d`. So the line goes on where it was, while the shared model
-    learns what was added, as far as it lacks it. In use the client adds the same share of its line
-    to the model that it is served. Statistics (of batch normalisation) have no line.
+    `G + s m` to theta, where `s = share^2`. The line becomes the mean of `theta - G` over about the
+    last `memory` trainings. What is uploaded is the way from G to the half-space of all x with
+    `<x, d> >= <theta, d>`, where `d = theta - G - s m` is what this training has added:
+    `max(0, 1 + s <m, d> / |d|^2) d`. So the line goes on where it was, while the shared model
+    learns what was added, as far as it lacks it. In use the client adds `share m` to the model that
+    it is served. (It starts from less than that, so that the shared model learns more of what lines
+    could hold; where all of the line is good, it starts from all of it.) Statistics (of batch
+    normalisation) have no line.
 
     With `hold_out`, that share of the client's samples is never trained on. What a part of the line
     (`SHARES`) adds to their summed loss under the received model is uploaded as `line.losses`: it
@@ -339,9 +341,13 @@ class Line(ClientStep):
     def work(self, task: Task, samples: int) -> float:
         return (1 + len(SHARES)) * int(self.hold_out * samples) / 3  # forward passes
 
+    @property
+    def _start(self) -> float:
+        return self.share**2
+
     def before(self, session: Session) -> None:
         if "line" in session.memory:
-            session.put(session.received + self.share * session.memory["line"])
+            session.put(session.received + self._start * session.memory["line"])
 
     def after(self, session: Session) -> None:
         trained = session.parameters
@@ -350,8 +356,8 @@ class Line(ClientStep):
         if self.hold_out:
             session.extras["line.losses"] = self._losses(session, line)
         moved = session.trained() - session.received
-        way = moved - self.share * line  # d; of statistics, all that they have moved
-        way[:trained] *= way_left(-self.share * line[:trained], way[:trained])
+        way = moved - self._start * line  # d; of statistics, all that they have moved
+        way[:trained] *= way_left(-self._start * line[:trained], way[:trained])
         session.put(session.received + way)
         moved[trained:] = 0
         session.memory["line"] = torch.lerp(line, moved, 1 / min(float(trainings), self.memory))

@@ -28,10 +28,10 @@ class Descant(Strategy):
     - A client adds the logarithm of its own label frequencies to the model's outputs, in training
       and in use (`Prior`). Labels that it does not have get almost no gradient, so what it learns
       does not undo what others have learned, and single updates may move the model far.
-    - It trains from where it was (`Line`): from `G_sent + beta m` to theta. Its line m is the mean
-      of `theta - G_sent` over its last `memory` trainings. What it uploads is the way from `G_sent`
-      to the half-space `<x, d> >= <theta, d>`, `d = theta - G_sent - beta m`: what this training
-      has added, as far as the shared model lacks it.
+    - It trains from where it was (`Line`): from `G_sent + beta^2 m` to theta. Its line m is the
+      mean of `theta - G_sent` over its last `memory` trainings. What it uploads is the way from
+      `G_sent` to the half-space `<x, d> >= <theta, d>`, `d = theta - G_sent - beta^2 m`: what this
+      training has added, as far as the shared model lacks it.
     - The shared model moves by these ways w, as they arrive: `G <- G + r c w`, with
       `r = step (1 + tau)^-a (1 + fade t / n)^-1/2` and
       `c = max(0, 1 - <G - G_sent, w> / |w|^2)`: only what others have not gone already since. That
