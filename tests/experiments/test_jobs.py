@@ -81,6 +81,17 @@ def test_an_error_names_the_run(tmp_path):
         list(carry_out_all(wrong, 2, quiet))
 
 
+@pytest.mark.timeout(120)
+def test_an_error_ends_the_other_runs_after_a_checkpoint(tmp_path):
+    long = orders(tmp_path, "pace", updates=100_000, eval_every=50)
+    wrong = orders(tmp_path, "fedbuff", data=str(tmp_path / "nothing.npz"))
+    with pytest.raises(PolytempoError, match=r"fedbuff: .*nothing\.npz"):
+        list(carry_out_all([*long, *orders(tmp_path, "fedavg"), *wrong], 2, quiet))
+    assert not multiprocessing.active_children()
+    kept = json.loads((tmp_path / "pace" / "result.json").read_text())
+    assert 0 < kept["arrivals"] < 100_000
+
+
 def test_an_interrupt_leaves_what_can_be_resumed(tmp_path):
     long = {"updates": 100_000, "eval_every": 50}
     begun = []

@@ -133,16 +133,17 @@ def _side_by_side(orders: Sequence[Order], at_once: int, watch: Watch) -> Iterat
                     ended = _heard(ready, running[ready])
                     if ended is not None:
                         idle.append((ready, running.pop(ready).process))
+                        if not left:
+                            _dismiss(ready)
                         yield ended
                 if interrupted.is_set():
                     _stop(running.values())
         finally:
             _stop(running.values())
-            for connection, process in idle:
-                connection.close()  # it ends, as there is nothing more for it to do
+            for connection in [*running, *(connection for connection, _ in idle)]:
+                _dismiss(connection)
+            for process in [*(each.process for each in running.values()), *dict(idle).values()]:
                 process.join()
-            for each in running.values():
-                each.process.join()
 
 
 def _started() -> tuple[Connection, BaseProcess]:
@@ -186,6 +187,12 @@ def _stop(running: Iterable[_Running]) -> None:
             each.asked = True
 
 
+def _dismiss(connection: Connection) -> None:
+    """There is nothing more to do for that process, once its run has ended."""
+    with suppress(OSError):  # it has ended already
+        connection.send(None)
+
+
 def _child(parent: Connection) -> None:
     """In a process of its own, and out of reach of Ctrl-C, which the parent passes on."""
     os.setpgrp()
@@ -198,12 +205,11 @@ def _child(parent: Connection) -> None:
             sys.exit(1)
 
     try:
-        while True:
-            order = parent.recv()
+        while (order := parent.recv()) is not None:
             progress = Reporting(lambda *said: send("report", *said))
             ended, _ = _settled(order, load, progress)
             send("ended", ended.complete, ended.diverged)
-    except (EOFError, ConnectionResetError):  # there is nothing more to do
-        pass
+    except (EOFError, ConnectionResetError):  # the parent was killed
+        sys.exit(1)
     except PolytempoError as error:
         send("failed", str(error))

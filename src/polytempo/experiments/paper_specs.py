@@ -36,7 +36,9 @@ TUNED = (
     "final accuracy on validation samples, a fifth of each client's training samples, in runs of "
     "their own with the first seed; 'edge': it was the first or last of those that were tried."
 )
-FURTHER = "As long as the best value is at an end of the grid, one beyond it is tried, up to {}."
+FURTHER = (
+    "As long as the best value is at an end of the grid, one beyond it is tried, up to {} in all."
+)
 
 
 class _Part(BaseModel):

@@ -28,6 +28,11 @@ def legend(experiment: Experiment) -> str:
             "got for it."
         )
     more = ""
+    if experiment.paper.accuracy:
+        more += " Paper: its accuracy. Diff.: handed minus paper, in points."
+    if experiment.in_time_of:
+        other = experiment.label(experiment.in_time_of)
+        more += f" In time: handed, when the run of {other} has ended."
     if any(experiment.column(column)[1].target for column in experiment.columns):
         more += " To ...%: simulated seconds until the handed accuracy first reaches that."
     if experiment.paper.seconds:
@@ -40,9 +45,8 @@ def legend(experiment: Experiment) -> str:
     return (
         "Handed: accuracy of the models that clients are handed, mean over clients (last "
         f"{experiment.last} evaluations). By sample: the same with every test sample counting "
-        "once. Adapted: handed, after local training of that model. Paper: its accuracy. Diff.: "
-        "handed minus paper, in points. Time: simulated seconds to convergence. Messages: models "
-        "sent either way." + more
+        "once. Adapted: handed, after local training of that model. Time: simulated seconds to "
+        "convergence. Messages: models sent either way." + more
     )
 
 
@@ -64,7 +68,7 @@ def table(place: Place, column: str, results: Results) -> list[dict[str, str]]:
             line["by sample"] = spread(weighted, ACCURACY, none="-") if found else "-"
             line["adapted"] = _share(found, "accuracy_adapted")
         if experiment.in_time_of:
-            line["in time"] = _in_time(found, results.get(experiment.in_time_of, ()))
+            line["in time"] = _in_time(found, results.get(experiment.in_time_of, ()), last)
         if experiment.paper.accuracy:
             line["paper"] = " ± ".join(f"{each:.2f}" for each in published) if published else "-"
             line["diff."] = "-"
@@ -109,11 +113,12 @@ def asides(place: Place, column: str, results: Results) -> list[str]:
     return lines
 
 
-def _in_time(found: Sequence[RunResult], base: Sequence[RunResult]) -> str:
-    """The handed accuracy when the other row's run has ended, over the seeds that both have."""
+def _in_time(found: Sequence[RunResult], base: Sequence[RunResult], last: int) -> str:
+    """The handed accuracy when the other row's run has ended (last evaluations until then), over
+    the seeds that both have."""
     ends = {r.summary["seed"]: r.history[-1]["time"] for r in base}
     values = [
-        next((row["accuracy"] for row in reversed(r.history) if row["time"] <= end), None)
+        final_value([row for row in r.history if row["time"] <= end], "accuracy", last)
         for r in found
         if (end := ends.get(r.summary["seed"])) is not None
     ]

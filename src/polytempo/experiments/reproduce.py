@@ -228,7 +228,11 @@ def tune(
         grown = False
         for (row, column), choice in further.items():
             grid = grids[row, column]
-            if choice is not None and len(grid) < len(place.choices(row)) + place.experiment.beyond:
+            if (
+                choice is not None
+                and len(grid) < len(place.choices(row)) + place.experiment.beyond
+                and _can_be(place, row, column, choice)
+            ):
                 grid.append(choice)
                 grown = True
         if not grown or place.quick:
@@ -239,6 +243,15 @@ def tune(
         if all(said):
             failed.append(f"{row} on {column}, with every value of its grid: {said[-1]}")
     return True, failed
+
+
+def _can_be(place: Place, row: str, column: str, choice: Choice) -> bool:
+    """Half a local epoch, say, cannot."""
+    try:
+        place.experiment.config(row, column, 0, place.quick, choice)
+    except PolytempoError:
+        return False
+    return True
 
 
 def tried(place: Place, row: str, column: str) -> list[tuple[float, Choice]]:

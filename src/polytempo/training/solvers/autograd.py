@@ -142,7 +142,7 @@ class AutogradSolver:
         samples, or on a few of them (under inference_mode)."""
         found = Score({})
         if rows is not None:
-            for begin in range(0, len(rows), self.at_once):
+            for begin in range(0, max(1, len(rows)), self.at_once):
                 some = rows[begin : begin + self.at_once]
                 outputs = self.outputs(shard, some)
                 outputs = outputs if offset is None else outputs + offset
