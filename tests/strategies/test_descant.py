@@ -100,7 +100,7 @@ def trained(step, received, memory, train, **options):
     return session.result - received
 
 
-def distances(draws, project, clients=12, updates=80, beta=0.8):
+def distances(draws, project, clients=12, updates=80, beta=0.8, cut=2.0):
     """Clients with quadratic losses that have their minimum in common train to nearly the end, from
     where their lines lead, and arrive after long and uneven delays: how far from the minimum the
     server is, over time."""
@@ -109,7 +109,13 @@ def distances(draws, project, clients=12, updates=80, beta=0.8):
         axes = np.linalg.qr(draws.normal(size=(D, D)))[0]
         shrinks.append(torch.from_numpy(axes @ np.diag(draws.uniform(0, 1, D)) @ axes.T))
     strategy = ready(
-        clients, torch.from_numpy(draws.normal(size=D)), project=project, a=0.0, fade=0, beta=beta
+        clients,
+        torch.from_numpy(draws.normal(size=D)),
+        project=project,
+        a=0.0,
+        fade=0,
+        beta=beta,
+        cut=cut,
     )
     [line] = [step for step in strategy.task(0).client_steps if isinstance(step, Line)]
     memories = [
@@ -141,8 +147,50 @@ def test_it_never_moves_away_from_a_common_minimum_of_quadratics(seed, beta):
 
 
 def test_without_looking_at_what_others_did_it_diverges_there():
-    found = distances(np.random.default_rng(0), False, clients=30, updates=200)
+    found = distances(np.random.default_rng(0), False, clients=30, updates=200, cut=0)
     assert max(found) > 20
+
+
+def test_ways_that_are_longer_than_twice_the_usual_are_cut():
+    """By hand: the median of 1 and 5 is 3, so 10 is cut to 6; then it is 5, and 8 stays."""
+    strategy = ready(a=0.0, fade=0.0)
+    for t, (length, gone) in enumerate([(1.0, 1.0), (5.0, 2.0), (10.0, 6.0), (8.0, 8.0)]):
+        dispatch(strategy, 0)
+        before = strategy.model_for(0)
+        way = length * unit(t)
+        strategy.fold(Update(0, t, way, 10), Staleness(0, 0))
+        torch.testing.assert_close(strategy.model_for(0) - before, gone * unit(t))
+        assert way.norm() == length
+
+
+def test_ways_of_no_length_are_not_usual():
+    """Most clients have nothing to add; who has is not cut to nothing."""
+    strategy = ready(a=0.0, fade=0.0)
+    for t, way in enumerate([0 * unit(0), 0 * unit(0), 0 * unit(0), unit(1)]):
+        dispatch(strategy, 0)
+        strategy.fold(Update(0, t, way, 10), Staleness(0, 0))
+    torch.testing.assert_close(strategy.model_for(0), unit(1))
+
+
+def test_what_is_usual_is_that_of_the_last_fifty():
+    strategy = ready(a=0.0, fade=0.0)
+    for t in range(50):
+        dispatch(strategy, 0)
+        strategy.fold(Update(0, t, 100 * unit(0), 10), Staleness(0, 0))
+    for t in range(50, 80):
+        dispatch(strategy, 0)
+        strategy.fold(Update(0, t, unit(0), 10), Staleness(0, 0))
+    before = strategy.model_for(0)
+    dispatch(strategy, 0)
+    strategy.fold(Update(0, 80, 100 * unit(1), 10), Staleness(0, 0))
+    torch.testing.assert_close(strategy.model_for(0) - before, 2 * unit(1))
+
+
+def test_the_cut_saves_what_would_diverge():
+    asked = dict(clients=20, updates=200, lr=0.3, batch_size=8, adapt_epochs=0)
+    assert simulate("synthetic", strategy="descant", **asked).accuracy > 0.95
+    with pytest.raises(PolytempoError, match="diverged"):
+        simulate("synthetic", strategy="descant:cut=0", **asked)
 
 
 def test_statistics_move_towards_those_of_the_client_and_never_beyond():

@@ -19,6 +19,7 @@ from polytempo.core.task import Task
 from polytempo.strategies.history import History
 
 FEWEST = 20  # arrivals, over which losses are averaged
+RECENT = 50  # arrivals, whose median length is the usual one
 
 
 @STRATEGIES.register("descant")
@@ -38,6 +39,9 @@ class Descant(Strategy):
       is a relaxed projection onto the same half-space, so `G` never overshoots a client's proposal.
       On quadratic losses with a common minimum it never moves away from that, whatever the lines,
       delays and rates (tests/strategies/test_descant.py).
+    - A way that is longer than `cut` times the usual, the median of the last 50, is cut to that.
+      Where trainings are about to diverge, each way is longer than the last; this breaks the
+      circle. Elsewhere hardly any is so long.
     - Clients are served a moving average `E` of `G` over about `horizon` times n arrivals (over
       half of them at first), to which each adds beta times its line.
     - `beta`, how much of the lines is good for everybody, is measured: each client keeps `hold_out`
@@ -55,14 +59,15 @@ class Descant(Strategy):
     `prior`: what is added to each label count; 0: no prior. `beta` (0: no line) is measured unless
     it is set; then nothing is held out. `hold_out` 0: nothing is held out, nothing but the way is
     uploaded (as `--dp` asks), and `beta` is 0.5 unless it is set. `weight_decay`: that of the local
-    optimizer is at least this, since the shared model sees every sample again and again. Statistics
-    of batch normalisation have no line; the server's move towards the client's at the rate r.
+    optimizer is at least this, since the shared model sees every sample again and again. `cut` 0:
+    ways of any length count in full. Statistics of batch normalisation have no line; the server's
+    move towards the client's at the rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
     paper: ClassVar[str] = "Polytempo"
     single_model: ClassVar[bool] = True
-    state: ClassVar[tuple[str, ...]] = ("history", "mean", "t", "heard")
+    state: ClassVar[tuple[str, ...]] = ("history", "mean", "t", "heard", "lengths")
 
     step: Annotated[float, Field(gt=0)] = 1.0
     a: Annotated[float, Field(ge=0)] = 0.5
@@ -73,6 +78,7 @@ class Descant(Strategy):
     prior: Annotated[float, Field(ge=0)] = 0.1
     hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0625
     weight_decay: Annotated[float, Field(ge=0)] = 0.003
+    cut: Annotated[float, Field(ge=0)] = 2.0
     project: bool = True
 
     def setup(self, context: Context) -> None:
@@ -80,6 +86,7 @@ class Descant(Strategy):
         self.history = History(context.initial)
         self.mean = context.initial
         self.t = 0
+        self.lengths: list[float] = []  # of the last ways, as they came
         # What SHARES of the lines add to the summed losses of samples that were held out.
         self.heard = torch.zeros(len(SHARES), dtype=torch.float64)
         self.measured = self.hold_out if self.beta is None else 0.0
@@ -119,9 +126,9 @@ class Descant(Strategy):
             self._hear(update)
         self.t += 1
         n, now = self.context.clients, self.history.current
-        gone, way = now - self.history.ago(staleness.versions), update.vector  # way: w
-        rate = self.step * (1 + staleness.updates) ** -self.a / (1 + self.fade * self.t / n) ** 0.5
         trained = sum(self.context.tensors) or len(now)
+        gone, way = now - self.history.ago(staleness.versions), self._cut(update.vector, trained)
+        rate = self.step * (1 + staleness.updates) ** -self.a / (1 + self.fade * self.t / n) ** 0.5
         left = way_left(gone[:trained], way[:trained]) if self.project else 1.0  # c
         new = now + rate * left * way
         # Of statistics, some of the way to those that the client has measured, never beyond.
@@ -130,6 +137,17 @@ class Descant(Strategy):
         self.history.release(update.client)
         self.history.add(new)
         return True
+
+    def _cut(self, way: Tensor, trained: int) -> Tensor:
+        """The way w, of which what is trained is no longer than is usual."""
+        length = float(way[:trained].norm())
+        limit = self.cut * float(np.median(self.lengths)) if self.lengths else 0.0
+        self.lengths = [*self.lengths, length][-RECENT:]
+        if not 0 < limit < length:
+            return way
+        way = way.clone()
+        way[:trained] *= limit / length
+        return way
 
     def _hear(self, update: Update) -> None:
         said = update.extras["line.losses"].double().flatten()
