@@ -198,4 +198,10 @@ def test_along_the_run_only_the_budget_and_the_evaluations_differ():
             late = table.config(row, whole, 0, quick=False)
             assert early.messages < late.messages
             same = {"messages": 0, "eval_every": 1}
+            if row == "alone":  # no message ends it: it is cut where the rate has not fallen yet
+                first = late.strategy["milestones"][0]
+                assert early.strategy["milestones"] == []
+                assert early.updates < first * late.updates
+                whole_way = early.strategy | {"milestones": late.strategy["milestones"]}
+                same |= {"strategy": whole_way, "updates": late.updates}
             assert early.model_copy(update=same) == late.model_copy(update=same)
