@@ -988,6 +988,7 @@ def test_a_setting_is_tuned_and_rows_count_what_fine_tuning_makes_of_a_model(
     assert float(tuned["handed"].rstrip("%")) == pytest.approx(
         100 * result["cohorts"]["accuracy_adapted"], abs=0.051
     )
+    assert tuned["time"] == "-"
     assert (tuned["by sample"], tuned["in time"]) == ("-", "-")  # it has one evaluation, the last
     end = result["stream"]["simulated_time"]
     assert end < result["cohorts"]["simulated_time"]

@@ -536,6 +536,18 @@ def test_losses_weigh_by_their_sums_and_recent_ones_count_most():
     assert share(strategy) < 0.05
 
 
+@pytest.mark.parametrize("size", [1e6, 1e38])
+@pytest.mark.parametrize("honest", [0, 1, 40])
+def test_absurd_losses_are_forgotten(honest, size):
+    """Whole lines are good for all but one client, whose losses are absurd and say the contrary. In
+    a mean over 20 arrivals, a thousand times the usual is less than what others say after 200."""
+    strategy = ready(hold_out=0.1)
+    for absurd in [*[False] * honest, True, *[False] * 200]:
+        dispatch(strategy, 0)
+        told(strategy, (size * SHARES**2 if absurd else (SHARES - 1) ** 2).tolist())
+    assert share(strategy) > 0.9
+
+
 def test_without_anything_held_out_the_default_stays():
     strategy = ready(hold_out=0.1)
     dispatch(strategy, 0)

@@ -166,7 +166,8 @@ def _share(found: Sequence[RunResult], key: str) -> str:
 
 
 def _times(found: Sequence[RunResult]) -> str:
-    return spread([r.summary["convergence_time"] for r in found]) if found else "-"
+    times = [r.summary["convergence_time"] for r in found]
+    return spread(times, none="-") if found else "-"
 
 
 def _said(seconds: float | None) -> str:

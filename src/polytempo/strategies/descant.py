@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from polytempo.strategies.history import History
 
 FEWEST = 20  # arrivals, over which losses are averaged
 RECENT = 50  # arrivals, whose median length is the usual one
+FAR = 1000.0  # times the usual: sums of losses beyond that are scaled down to it
 
 
 @STRATEGIES.register("descant")
@@ -48,7 +48,8 @@ class Descant(Strategy):
       of its samples out of training and uploads, beside its way, what several shares of its line
       add to their summed loss under `G_sent`. Of moving averages of these sums over n arrivals (20,
       if n is less), `beta` is the minimum of the parabola through them and 0. It stays at 0.5 as
-      long as nobody can say: clients of fewer than 16 samples hold out none.
+      long as nobody can say: clients of fewer than 16 samples hold out none. Sums more
+      than 1,000 times as large as usual, which honest clients hardly have, are scaled down to that.
 
     Label counts, lines and the models in use never leave the client, a training takes about as long
     as in FedAvg, and the server keeps two models, and those that clients in training were sent.
@@ -67,7 +68,10 @@ class Descant(Strategy):
     family: ClassVar[str] = "asynchronous, personalised"
     paper: ClassVar[str] = "Polytempo"
     single_model: ClassVar[bool] = True
-    state: ClassVar[tuple[str, ...]] = ("history", "mean", "t", "heard", "lengths")
+    state: ClassVar[tuple[str, ...]] = (
+        *("history", "mean", "t", "lengths"),
+        *("heard", "loudness", "share"),
+    )
 
     step: Annotated[float, Field(gt=0)] = 1.0
     a: Annotated[float, Field(ge=0)] = 0.5
@@ -89,6 +93,8 @@ class Descant(Strategy):
         self.lengths: list[float] = []  # of the last ways, as they came
         # What SHARES of the lines add to the summed losses of samples that were held out.
         self.heard = torch.zeros(len(SHARES), dtype=torch.float64)
+        self.loudness: list[float] = []  # lengths of these, as they came
+        self.share = 0.5 if self.beta is None else self.beta  # of their lines, what clients use
         self.measured = self.hold_out if self.beta is None else 0.0
         optimizer = context.task.optimizer
         decay = max(optimizer.weight_decay, self.weight_decay)
@@ -98,16 +104,8 @@ class Descant(Strategy):
     def task(self, client: int) -> Task:
         steps: list[ClientStep] = [Prior(self.prior)] if self.prior else []
         if self.beta != 0:
-            steps.append(Line(self._share(), self.memory, self.measured))
+            steps.append(Line(self.share, self.memory, self.measured))
         return replace(self.plain, client_steps=tuple(steps))
-
-    def _share(self) -> float:
-        """What clients use of their lines, by what was heard so far."""
-        if self.beta is not None:
-            return self.beta
-        if not self.heard.any():  # nobody has a line yet
-            return 0.5
-        return lowest((0.0, *SHARES), (0.0, *self.heard.tolist()))
 
     def model_for(self, client: int) -> Tensor:
         return self.history.current
@@ -141,12 +139,12 @@ class Descant(Strategy):
     def _cut(self, way: Tensor, trained: int) -> Tensor:
         """The way w, of which what is trained is no longer than is usual."""
         length = float(way[:trained].norm())
-        limit = self.cut * float(np.median(self.lengths)) if self.lengths else 0.0
+        part = within(self.cut, length, self.lengths)
         self.lengths = [*self.lengths, length][-RECENT:]
-        if not 0 < limit < length:
+        if part == 1:
             return way
         way = way.clone()
-        way[:trained] *= limit / length
+        way[:trained] *= part
         return way
 
     def _hear(self, update: Update) -> None:
@@ -156,11 +154,23 @@ class Descant(Strategy):
                 f"client {update.client} sent {len(said)} numbers as its losses; expected "
                 f"{len(SHARES)}"
             )
+        if length := float(said.norm()):  # who has no line yet has nothing to say
+            self.loudness = [*self.loudness, length][-RECENT:]
         arrivals = min(max(self.context.clients, FEWEST), max(1.0, self.t / 2))
-        self.heard = torch.lerp(self.heard, said, 1 / arrivals)
+        self.heard = torch.lerp(self._near(self.heard), self._near(said), 1 / arrivals)
+        if self.heard.any():
+            self.share = lowest((0.0, *SHARES), (0.0, *self.heard.tolist()))
+
+    def _near(self, losses: Tensor) -> Tensor:
+        return losses * within(FAR, float(losses.norm()), self.loudness)
 
 
-@lru_cache(maxsize=1)  # asked for at every dispatch and for every client that is served
+def within(times: float, length: float, lengths: list[float]) -> float:
+    """The part of `length` that is within so many times the median of `lengths` (0: all of it)."""
+    limit = times * float(np.median(lengths)) if lengths else 0.0
+    return limit / length if 0 < limit < length else 1.0
+
+
 def lowest(x: tuple[float, ...], y: tuple[float, ...]) -> float:
     """Where between the ends of x the parabola through these points (by least squares) is
     lowest."""
