@@ -84,9 +84,10 @@ def test_an_error_names_the_run(tmp_path):
 @pytest.mark.timeout(120)
 def test_an_error_ends_the_other_runs_after_a_checkpoint(tmp_path):
     long = orders(tmp_path, "pace", updates=100_000, eval_every=50)
+    first = orders(tmp_path, "fedavg", updates=500)  # while it trains, the long one gets going
     wrong = orders(tmp_path, "fedbuff", data=str(tmp_path / "nothing.npz"))
     with pytest.raises(PolytempoError, match=r"fedbuff: .*nothing\.npz"):
-        list(carry_out_all([*long, *orders(tmp_path, "fedavg"), *wrong], 2, quiet))
+        list(carry_out_all([*long, *first, *wrong], 2, quiet))
     assert not multiprocessing.active_children()
     kept = json.loads((tmp_path / "pace" / "result.json").read_text())
     assert 0 < kept["arrivals"] < 100_000

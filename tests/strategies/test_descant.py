@@ -187,7 +187,7 @@ def test_what_is_usual_is_that_of_the_last_fifty():
 
 
 def test_the_cut_saves_what_would_diverge():
-    asked = dict(clients=20, updates=200, lr=0.3, batch_size=8, adapt_epochs=0)
+    asked = dict(clients=20, updates=200, lr=0.3, batch_size=8, adapt_epochs=0, solver="torch")
     assert simulate("synthetic", strategy="descant", **asked).accuracy > 0.95
     with pytest.raises(PolytempoError, match="diverged"):
         simulate("synthetic", strategy="descant:cut=0", **asked)
