@@ -337,6 +337,14 @@ def test_a_run_that_learns_nothing_says_so_and_what_to_try(polytempo, tmp_path):
     assert fine.code == 0 and "hardly learned" not in fine.err
 
 
+def test_a_run_without_a_server_step_says_so(polytempo, tmp_path):
+    """ACE waits for everybody."""
+    given = ("--data", "digits", "--clients", 6, "--concurrency", 6, "--updates", 5)
+    outcome = polytempo("run", *given, "--strategy", "ace", "-o", tmp_path / "ace")
+    assert "not taken a step yet" in flat(outcome.err)
+    assert "more --updates (now 5)" in flat(outcome.err)
+
+
 def test_the_level_of_constants_by_hand():
     x = np.zeros((4, 2), np.float32)
     clients = [(x, [0, 0, 0, 1], x, [0, 0, 1, 1]), (x, [1, 1, 2, 1], x, [1, 1, 1, 2])]

@@ -25,7 +25,10 @@ def advice(result: RunResult, config: RunConfig) -> str | None:
         return None
     whom = "the same label for everybody" if one else "each client's commonest label"
     first, last = (result.history[place]["loss"] for place in (0, -1))
-    if last > RISEN * first:
+    if one and engine.version == 0:
+        why = "the server has not taken a step yet: its method waits for more uploads. Try"
+        what = f"more --updates (now {config.updates})"
+    elif last > RISEN * first:
         why = f"the loss has risen from {first:.3g} to {last:.3g}. Try a smaller --lr"
         what = f"(now {config.lr:g})"
     else:
