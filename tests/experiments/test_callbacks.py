@@ -156,7 +156,7 @@ def test_a_run_that_a_callback_broke_off_can_be_resumed(tmp_path, monkeypatch):
                 raise RuntimeError("enough")
 
     with monkeypatch.context() as patch, pytest.raises(PolytempoError, match="Failing"):
-        patch.setattr(drive, "CHECKPOINT_SECONDS", 0)
+        patch.setattr(drive, "CHECKPOINT_SECONDS", -1e9)
         simulate(out=tmp_path / "broken", events=True, updates=9, callbacks=[Failing()])
     assert (tmp_path / "broken" / "checkpoint.safetensors").exists()
     pt.resume(tmp_path / "broken", progress=False)

@@ -51,7 +51,7 @@ def prepared(polytempo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(drive, "CHECKPOINT_SECONDS", 0.0)
+        patch.setattr(drive, "CHECKPOINT_SECONDS", -1e9)
         assert polytempo("run", "--updates", 12, "--out", "runs/mine").code == 0
         for name in ("certs", "other"):
             given = ("--server", "server=127.0.0.1", "--clients", "ann")

@@ -308,7 +308,7 @@ KILLED = """
 import os, signal, sys
 from polytempo import cli
 from polytempo.experiments import drive
-drive.CHECKPOINT_SECONDS = -1.0
+drive.CHECKPOINT_SECONDS = -1e9
 save, saved = drive.save_state, []
 
 def save_and_die(path, state, keep):
@@ -345,7 +345,7 @@ def test_what_a_checkpoint_counts_is_in_the_event_log_before_it(polytempo, tmp_p
         seen.append((state["events"], lines(tmp_path / "run" / "events.jsonl")))
 
     monkeypatch.setattr(drive, "save_state", watch)
-    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1e9)
     assert polytempo("run", *TINY, "--updates", 10, "-o", tmp_path / "run").code == 0
     assert len(seen) > 10
     assert [counted for counted, on_disk in seen if counted > on_disk] == []
@@ -382,7 +382,7 @@ def test_a_resume_without_its_event_log_says_so(polytempo, interrupt, tmp_path):
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(polytempo, tmp_path, monkeypatch):
-    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)  # one after every event
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1e9)  # one after every event
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     assert polytempo("run", *TINY, "--updates", 8, "-o", whole).code == 0
     assert polytempo("run", *TINY, "--updates", 4, "-o", torn).code == 0
@@ -401,7 +401,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(polytempo, tmp_path, m
 
 def test_a_crash_between_two_checkpoints_costs_nothing(polytempo, tmp_path, monkeypatch):
     """The last one may be gone for a moment: the one before is there, and the folder is not new."""
-    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1e9)
     assert polytempo("run", *TINY, "--updates", 4, "-o", tmp_path / "run").code == 0
     (tmp_path / "run" / CHECKPOINT).unlink()
     (tmp_path / "run" / "result.json").unlink()
@@ -456,7 +456,7 @@ def test_a_run_that_was_extended_is_one_that_was_longer_from_the_beginning(
     strategy, short, more, polytempo, plotless, tmp_path, monkeypatch
 ):
     """What closes the shorter run, evaluation and adaptation, leaves no trace."""
-    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1.0)  # whenever one might be made
+    monkeypatch.setattr(drive, "CHECKPOINT_SECONDS", -1e9)  # whenever one might be made
     given = ("run", *TINY, "--check", "--strategy", strategy, *more)
     assert polytempo(*given, "--updates", short, "-o", tmp_path / "extended").code == 0
     assert int(history(tmp_path / "extended")[-1]["updates"]) == short

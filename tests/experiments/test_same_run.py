@@ -101,7 +101,7 @@ FULL = """
 import resource, sys
 from polytempo import cli
 from polytempo.experiments import drive
-drive.CHECKPOINT_SECONDS = -1.0  # at every event
+drive.CHECKPOINT_SECONDS = -1e9  # at every event
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 cli.main()
 """

@@ -548,6 +548,30 @@ def test_absurd_losses_are_forgotten(honest, size):
     assert share(strategy) > 0.9
 
 
+@pytest.mark.parametrize(("clients", "arrivals"), [(4, 60), (30, 90)])
+def test_nothing_is_held_out_once_beta_has_been_measured(clients, arrivals):
+    """After three times n arrivals, 60 at least; beta stays, though updates go on."""
+    strategy = ready(clients, hold_out=0.1, measuring=3.0)
+    for _ in range(arrivals):
+        assert strategy.task(0).client_steps == (Prior(), Line(share(strategy), hold_out=0.1))
+        dispatch(strategy, 0)
+        told(strategy, (1 + (SHARES - 0.7) ** 2).tolist())
+    for _ in range(5):
+        assert strategy.task(0).client_steps == (Prior(), Line(share(strategy)))
+        dispatch(strategy, 0)
+        strategy.fold(Update(0, 0, unit(0), 10), Staleness(0, 0))
+    assert share(strategy) == pytest.approx(0.7, abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e6, 1e38])
+def test_absurd_losses_do_not_decide_even_if_they_come_last(size):
+    strategy = ready(clients=40, hold_out=0.1)
+    for absurd in [*[False] * 80, True]:
+        dispatch(strategy, 0)
+        told(strategy, (size * SHARES**2 if absurd else (SHARES - 1) ** 2).tolist())
+    assert share(strategy) > 0.7  # ten of some fifty parts say 0, the others 1
+
+
 def test_without_anything_held_out_the_default_stays():
     strategy = ready(hold_out=0.1)
     dispatch(strategy, 0)

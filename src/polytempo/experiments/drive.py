@@ -22,7 +22,8 @@ from polytempo.simulation import Engine
 from polytempo.storage import save_state
 from polytempo.training.footprint import peak_memory
 
-CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints: they cost a write of n x d
+CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints,
+CHECKPOINT_SHARE = 0.05  # which may take this share of the time: they cost a write of n x d
 SHOW_SECONDS = 1.0  # at least so long between two writes of what can be looked at meanwhile,
 SHOW_SHARE = 0.05  # which may take this share of the time
 
@@ -51,15 +52,17 @@ def _drive(simulator: Engine, config: RunConfig, folder: Path) -> RunResult:
     write_about(folder, simulator.metric, simulator.federation.description)
     peak_memory(reset=True)
     with _event_log(simulator, config, folder) as flush, interruptible() as interrupted:
-        last, over = time.monotonic(), False
-        next_show = last + SHOW_SECONDS
+        over, began = False, time.monotonic()
+        next_checkpoint, next_show = began + CHECKPOINT_SECONDS, began + SHOW_SECONDS
 
         def checkpoint() -> None:
-            nonlocal last
+            nonlocal next_checkpoint
+            began = time.monotonic()
             flush(durable=True)  # no checkpoint may count events that the log does not hold
             state = {**simulator.state_dict(), "settings": config.settings()}
             save_state(folder / CHECKPOINT, state, keep=folder / PREVIOUS)
-            last = time.monotonic()
+            now = time.monotonic()
+            next_checkpoint = now + CHECKPOINT_SECONDS + (now - began) / CHECKPOINT_SHARE
 
         def show() -> None:
             """For those who watch: the events, the history and the tables so far."""
@@ -73,7 +76,7 @@ def _drive(simulator: Engine, config: RunConfig, folder: Path) -> RunResult:
         def pause() -> bool:
             if time.monotonic() > next_show:
                 show()
-            if not over and time.monotonic() - last > CHECKPOINT_SECONDS:
+            if not over and time.monotonic() > next_checkpoint:
                 checkpoint()
             return interrupted.is_set()
 
