@@ -337,6 +337,34 @@ def test_a_killed_run_resumes_bit_by_bit(polytempo, tmp_path):
     same(tmp_path / "killed", tmp_path / "whole")
 
 
+class Clock:
+    """Every look at it takes ten seconds."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 10
+        return self.now
+
+
+def test_checkpoints_that_take_long_are_rare(polytempo, tmp_path, monkeypatch):
+    """100 seconds of writing are followed by at least 2,000 without."""
+    clock, save, ends, gaps = Clock(), drive.save_state, [], []
+
+    def slow(path, state, keep=None):
+        gaps.extend(clock.now - end for end in ends[-1:])
+        save(path, state, keep)
+        clock.now += 100
+        ends.append(clock.now)
+
+    monkeypatch.setattr(drive, "time", clock)
+    monkeypatch.setattr(drive, "save_state", slow)
+    assert polytempo("run", *TINY, "--updates", 400, "-o", tmp_path / "run").code == 0
+    *during, _ = gaps  # the last one is made when the run ends
+    assert len(during) > 1
+    assert min(during) > 2000
+
+
 def test_what_a_checkpoint_counts_is_in_the_event_log_before_it(polytempo, tmp_path, monkeypatch):
     save, seen = drive.save_state, []
 
