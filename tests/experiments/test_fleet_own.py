@@ -72,6 +72,19 @@ def test_what_is_uploaded_is_what_the_strategy_asks_for(upload, wanted, tmp_path
     assert training.finish()[0].equal(wanted)
 
 
+def test_what_nobody_asks_for_stays_at_home(tmp_path):
+    """A strategy may ask for something at first only; own code may go on giving it."""
+
+    class Talkative(Halves):
+        def train(self, parameters, task):
+            return self.half(parameters), {"choice": np.array([[1]])}
+
+    for steps, sent in (((Choose(2),), {"choice"}), ((), set())):
+        training = begin(Talkative(), tmp_path, client_steps=steps)
+        assert training.advance(1)
+        assert training.finish()[1].keys() == sent
+
+
 def test_own_code_is_compressed_and_private_like_any_other(tmp_path):
     training = begin(Halves(), tmp_path, client_steps=(Gaussian(1e9, 0.0), TopK(0.4)))
     assert training.advance(1)

@@ -318,7 +318,7 @@ class Line(ClientStep):
     could hold; where all of the line is good, it starts from all of it.) Statistics (of batch
     normalisation) have no line.
 
-    With `hold_out`, that share of the client's samples is never trained on. What a part of the line
+    With `hold_out`, that share of the client's samples is not trained on. What a part of the line
     (`SHARES`) adds to their summed loss under the received model is uploaded as `line.losses`: it
     is for the server to find the share that is best for everybody."""
 

@@ -23,7 +23,8 @@ from polytempo.storage import save_state
 from polytempo.training.footprint import peak_memory
 
 CHECKPOINT_SECONDS = 30.0  # at least so long between two checkpoints,
-CHECKPOINT_SHARE = 0.05  # which may take this share of the time: they cost a write of n x d
+CHECKPOINT_SHARE = 0.05  # which may take this share of the time (they cost a write of n x d),
+CHECKPOINT_LONGEST = 900.0  # unless somebody would lose more than that
 SHOW_SECONDS = 1.0  # at least so long between two writes of what can be looked at meanwhile,
 SHOW_SHARE = 0.05  # which may take this share of the time
 
@@ -62,7 +63,8 @@ def _drive(simulator: Engine, config: RunConfig, folder: Path) -> RunResult:
             state = {**simulator.state_dict(), "settings": config.settings()}
             save_state(folder / CHECKPOINT, state, keep=folder / PREVIOUS)
             now = time.monotonic()
-            next_checkpoint = now + CHECKPOINT_SECONDS + (now - began) / CHECKPOINT_SHARE
+            wait = CHECKPOINT_SECONDS + (now - began) / CHECKPOINT_SHARE
+            next_checkpoint = now + min(wait, CHECKPOINT_LONGEST)
 
         def show() -> None:
             """For those who watch: the events, the history and the tables so far."""

@@ -379,7 +379,10 @@ class OwnTraining:
             vector = vector - self.received
         elif self.task.upload == "gradient":  # of a step of plain SGD
             vector = (self.received - vector) / self.task.lr
-        self.extras = {name: torch.as_tensor(value) for name, value in self._extras.items()}
+        asked = self.task.extras  # which may be less than the last time
+        self.extras = {
+            name: torch.as_tensor(self._extras[name]) for name in asked if name in self._extras
+        }
         vector = self.task.leaving(self, vector)
         return vector, self.extras, self.memory
 

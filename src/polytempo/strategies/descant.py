@@ -17,7 +17,7 @@ from polytempo.core.strategy import STRATEGIES, Context, Strategy
 from polytempo.core.task import Task
 from polytempo.strategies.history import History
 
-FEWEST = 20  # arrivals, over which losses are averaged
+FEWEST = 20  # arrivals, over which losses are averaged at least
 RECENT = 50  # arrivals, whose median length is the usual one
 FAR = 10.0  # times the usual: sums of losses beyond that are scaled down to it
 
@@ -49,9 +49,10 @@ class Descant(Strategy):
       add to their summed loss under `G_sent`. Of moving averages of these sums over n arrivals (20,
       if n is less), `beta` is the minimum of the parabola through them and 0. It stays at 0.5 as
       long as nobody can say: clients of fewer than 16 samples hold out none. Sums more than ten
-      times as large as usual are scaled down to that, so that no single client decides.
-    - `beta` settles early, so after `measuring` times n arrivals (20, if n is less) nothing is held
-      out any more: clients train on all of their samples, and `beta` stays.
+      times as large as usual are scaled down to that: one upload counts for ten at most.
+    - `beta` settles early, so after `measuring` times max(n, 20) arrivals nothing more is held out:
+      clients train on all of their samples. Losses that are still on their way count; then `beta`
+      stays.
 
     Label counts, lines and the models in use never leave the client, a training takes about as long
     as in FedAvg, and the server keeps two models, and those that clients in training were sent.
@@ -83,7 +84,7 @@ class Descant(Strategy):
     memory: Annotated[int, Field(ge=1)] = 4
     prior: Annotated[float, Field(ge=0)] = 0.1
     hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0625
-    measuring: Annotated[float, Field(gt=0)] = 4.0
+    measuring: Annotated[float, Field(ge=1)] = 4.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.003
     cut: Annotated[float, Field(ge=0)] = 2.0
     project: bool = True
@@ -98,7 +99,7 @@ class Descant(Strategy):
         self.heard = torch.zeros(len(SHARES), dtype=torch.float64)
         self.loudness: list[float] = []  # lengths of these, as they came
         self.share = 0.5 if self.beta is None else self.beta  # of their lines, what clients use
-        self.averaged = max(context.clients, FEWEST)  # arrivals, over which losses are
+        self.window = max(context.clients, FEWEST)  # losses are averaged over so many arrivals
         optimizer = context.task.optimizer
         decay = max(optimizer.weight_decay, self.weight_decay)
         optimizer = replace(optimizer, weight_decay=decay)
@@ -107,7 +108,7 @@ class Descant(Strategy):
     def task(self, client: int) -> Task:
         steps: list[ClientStep] = [Prior(self.prior)] if self.prior else []
         if self.beta != 0:
-            measured = self.beta is None and self.t < self.measuring * self.averaged
+            measured = self.beta is None and self.t < self.measuring * self.window
             steps.append(Line(self.share, self.memory, self.hold_out if measured else 0.0))
         return replace(self.plain, client_steps=tuple(steps))
 
@@ -160,7 +161,7 @@ class Descant(Strategy):
             )
         if length := float(said.norm()):  # who has no line yet has nothing to say
             self.loudness = [*self.loudness, length][-RECENT:]
-        arrivals = min(self.averaged, max(1.0, self.t / 2))
+        arrivals = min(self.window, max(1.0, self.t / 2))
         self.heard = torch.lerp(self._near(self.heard), self._near(said), 1 / arrivals)
         if self.heard.any():
             self.share = lowest((0.0, *SHARES), (0.0, *self.heard.tolist()))

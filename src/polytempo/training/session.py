@@ -106,8 +106,8 @@ class Session:
         return self.task.optimizer.begin(moments[kept[0]]) | moments
 
     def _hold_out(self) -> Rows:
-        """The samples that its steps keep out of all trainings of the client: the same ones
-        whenever it trains, and wherever."""
+        """The samples that its steps keep out of training: for the same share always the same ones,
+        wherever the client trains."""
         share = max((step.holds_out for step in self.task.client_steps), default=0.0)
         if not 0 <= share <= 0.5:
             raise PolytempoError(
