@@ -378,6 +378,34 @@ class Line(ClientStep):
         return served + memory["line.share"] * memory["line"] if "line" in memory else served
 
 
+@CLIENT_STEPS.register("gap")
+class Gap(ClientStep):
+    """Tells how much the received model has learned by heart: that share of the client's samples is
+    not trained on, and its summed losses on them, and on as many of the others, are uploaded as
+    `gap.losses`."""
+
+    hold_out: Annotated[float, Field(gt=0, le=0.5)]
+
+    @property
+    def holds_out(self) -> float:
+        return self.hold_out
+
+    @property
+    def uploads(self) -> Mapping[str, int]:
+        return {"gap.losses": 1}
+
+    def work(self, task: Task, samples: int) -> float:
+        return 2 * int(self.hold_out * samples) / 3  # forward passes
+
+    def after(self, session: Session) -> None:
+        held = session.held_out
+        others = np.setdiff1d(np.arange(session.samples), held)
+        others = session.stream("gap").choice(others, len(held), replace=False)
+        losses = [session.loss(session.received, rows) for rows in (held, others) if len(rows)]
+        known = len(losses) == 2 and bool(np.isfinite(losses).all())
+        session.extras["gap.losses"] = torch.tensor([losses if known else [0.0, 0.0]])
+
+
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of a line, that are compared with none of it
 
 

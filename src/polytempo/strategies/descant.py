@@ -10,10 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polytempo.core.client_steps import SHARES, ClientStep, Line, Prior, way_left
+from polytempo.core.client_steps import SHARES, ClientStep, Gap, Line, Prior, way_left
 from polytempo.core.errors import Refused
 from polytempo.core.messages import Dispatch, Staleness, Update
-from polytempo.core.strategy import STRATEGIES, Context, Strategy
+from polytempo.core.strategy import STRATEGIES, Context, State, Strategy
 from polytempo.core.task import Task
 from polytempo.strategies.history import History
 
@@ -50,9 +50,12 @@ class Descant(Strategy):
       if n is less), `beta` is the minimum of the parabola through them and 0. It stays at 0.5 as
       long as nobody can say: clients of fewer than 16 samples hold out none. Sums more than ten
       times as large as usual are scaled down to that: one upload counts for ten at most.
-    - `beta` settles early, so after `measuring` times max(n, 20) arrivals nothing more is held out:
+    - Weight decay is measured in the same way: `decay` times the gap, the part of the summed losses
+      of held-out samples under `G_sent` that as many trained samples do not have (`Gap`). So it is
+      there where the shared model learns samples by heart, and nowhere else.
+    - Both settle early, so after `measuring` times max(n, 20) arrivals nothing more is held out:
       clients train on all of their samples. Losses that are still on their way count; then `beta`
-      stays.
+      and the gap stay.
 
     Label counts, lines and the models in use never leave the client, a training takes about as long
     as in FedAvg, and the server keeps two models, and those that clients in training were sent.
@@ -61,11 +64,10 @@ class Descant(Strategy):
     something else to each, lines grow into models of their own.
 
     `prior`: what is added to each label count; 0: no prior. `beta` (0: no line) is measured unless
-    it is set; then nothing is held out. `hold_out` 0: nothing is held out, nothing but the way is
-    uploaded (as `--dp` asks), and `beta` is 0.5 unless it is set. `weight_decay`: that of the local
-    optimizer is at least this, since the shared model sees every sample again and again. `cut` 0:
-    ways of any length count in full. Statistics of batch normalisation have no line; the server's
-    move towards the client's at the rate r.
+    it is set. `hold_out` 0: nothing is held out, nothing but the way is uploaded (as `--dp` asks),
+    `beta` is 0.5 unless it is set, and weight decay is that of the local optimizer, which it never
+    falls below. `cut` 0: ways of any length count in full. Statistics of batch normalisation have
+    no line; the server's move towards the client's at the rate r.
     """
 
     family: ClassVar[str] = "asynchronous, personalised"
@@ -73,7 +75,7 @@ class Descant(Strategy):
     single_model: ClassVar[bool] = True
     state: ClassVar[tuple[str, ...]] = (
         *("history", "mean", "t", "lengths"),
-        *("heard", "loudness", "share"),
+        *("heard", "share", "gap"),
     )
 
     step: Annotated[float, Field(gt=0)] = 1.0
@@ -85,7 +87,7 @@ class Descant(Strategy):
     prior: Annotated[float, Field(ge=0)] = 0.1
     hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0625
     measuring: Annotated[float, Field(ge=1)] = 4.0
-    weight_decay: Annotated[float, Field(ge=0)] = 0.003
+    decay: Annotated[float, Field(ge=0)] = 0.03
     cut: Annotated[float, Field(ge=0)] = 2.0
     project: bool = True
 
@@ -95,22 +97,27 @@ class Descant(Strategy):
         self.mean = context.initial
         self.t = 0
         self.lengths: list[float] = []  # of the last ways, as they came
-        # What SHARES of the lines add to the summed losses of samples that were held out.
-        self.heard = torch.zeros(len(SHARES), dtype=torch.float64)
-        self.loudness: list[float] = []  # lengths of these, as they came
+        self.heard = Heard(
+            len(SHARES)
+        )  # what SHARES of the lines add to losses of held-out samples
+        self.gap = Heard(2)  # losses of held-out samples, and of as many others
         self.share = 0.5 if self.beta is None else self.beta  # of their lines, what clients use
         self.window = max(context.clients, FEWEST)  # losses are averaged over so many arrivals
-        optimizer = context.task.optimizer
-        decay = max(optimizer.weight_decay, self.weight_decay)
-        optimizer = replace(optimizer, weight_decay=decay)
-        self.plain = replace(context.task, upload="delta", optimizer=optimizer)
+        self.plain = replace(context.task, upload="delta")
 
     def task(self, client: int) -> Task:
+        hold_out = self.hold_out if self.t < self.measuring * self.window else 0.0
         steps: list[ClientStep] = [Prior(self.prior)] if self.prior else []
         if self.beta != 0:
-            measured = self.beta is None and self.t < self.measuring * self.window
-            steps.append(Line(self.share, self.memory, self.hold_out if measured else 0.0))
-        return replace(self.plain, client_steps=tuple(steps))
+            steps.append(Line(self.share, self.memory, hold_out if self.beta is None else 0.0))
+        if self.decay and hold_out:
+            steps.append(Gap(hold_out))
+        held, others = self.gap.mean.tolist()
+        gap = min(1.0, max(0.0, 1 - others / held)) if held > 0 else 0.0
+        optimizer = self.plain.optimizer
+        decay = max(optimizer.weight_decay, self.decay * gap)
+        optimizer = replace(optimizer, weight_decay=decay)
+        return replace(self.plain, client_steps=tuple(steps), optimizer=optimizer)
 
     def model_for(self, client: int) -> Tensor:
         return self.history.current
@@ -125,8 +132,7 @@ class Descant(Strategy):
         self.history.release(client)
 
     def fold(self, update: Update, staleness: Staleness) -> bool:
-        if "line.losses" in update.extras:
-            self._hear(update)
+        self._hear(update)
         self.t += 1
         n, now = self.context.clients, self.history.current
         trained = sum(self.context.tensors) or len(now)
@@ -153,21 +159,44 @@ class Descant(Strategy):
         return way
 
     def _hear(self, update: Update) -> None:
-        said = update.extras["line.losses"].double().flatten()
-        if len(said) != len(SHARES):
-            raise Refused(
-                f"client {update.client} sent {len(said)} numbers as its losses; expected "
-                f"{len(SHARES)}"
-            )
-        if length := float(said.norm()):  # who has no line yet has nothing to say
-            self.loudness = [*self.loudness, length][-RECENT:]
-        arrivals = min(self.window, max(1.0, self.t / 2))
-        self.heard = torch.lerp(self._near(self.heard), self._near(said), 1 / arrivals)
-        if self.heard.any():
-            self.share = lowest((0.0, *SHARES), (0.0, *self.heard.tolist()))
+        told = [
+            (heard, update.extras[name].double().flatten())
+            for name, heard in (("line.losses", self.heard), ("gap.losses", self.gap))
+            if name in update.extras
+        ]
+        for heard, said in told:
+            if len(said) != len(heard.mean):
+                raise Refused(
+                    f"client {update.client} sent {len(said)} numbers as its losses; expected "
+                    f"{len(heard.mean)}"
+                )
+        for heard, said in told:
+            heard.add(said, min(self.window, max(1.0, self.t / 2)))
+        if self.heard.mean.any():
+            self.share = lowest((0.0, *SHARES), (0.0, *self.heard.mean.tolist()))
 
-    def _near(self, losses: Tensor) -> Tensor:
-        return losses * within(FAR, float(losses.norm()), self.loudness)
+
+class Heard:
+    """A moving average of vectors. One that is much longer than usual is scaled down."""
+
+    def __init__(self, size: int) -> None:
+        self.mean = torch.zeros(size, dtype=torch.float64)
+        self.lengths: list[float] = []  # as they came
+
+    def add(self, said: Tensor, arrivals: float) -> None:
+        """Average it in, over so many arrivals."""
+        if length := float(said.norm()):  # who has nothing to say yet says zeros
+            self.lengths = [*self.lengths, length][-RECENT:]
+        self.mean = torch.lerp(self._near(self.mean), self._near(said), 1 / arrivals)
+
+    def _near(self, vector: Tensor) -> Tensor:
+        return vector * within(FAR, float(vector.norm()), self.lengths)
+
+    def state_dict(self) -> State:
+        return {"mean": self.mean, "lengths": self.lengths}
+
+    def load_state_dict(self, state: State) -> None:
+        self.mean, self.lengths = state["mean"], list(state["lengths"])
 
 
 def within(times: float, length: float, lengths: list[float]) -> float:
