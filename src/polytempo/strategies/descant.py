@@ -19,6 +19,7 @@ from polytempo.strategies.history import History
 
 FEWEST = 20  # arrivals, over which losses are averaged at least
 RECENT = 50  # arrivals, whose median length is the usual one
+WIDE = 0.2  # gaps beyond that, which few samples often have, count as this
 FAR = 10.0  # times the usual: sums of losses beyond that are scaled down to it
 
 
@@ -51,8 +52,8 @@ class Descant(Strategy):
       long as nobody can say: clients of fewer than 16 samples hold out none. Sums more than ten
       times as large as usual are scaled down to that: one upload counts for ten at most.
     - Weight decay is measured in the same way: `decay` times the gap, the part of the summed losses
-      of held-out samples under `G_sent` that as many trained samples do not have (`Gap`). So it is
-      there where the shared model learns samples by heart, and nowhere else.
+      of held-out samples under `G_sent` that as many trained samples do not have (`Gap`), 0.2 at
+      most. So it is there where the shared model learns samples by heart, and nowhere else.
     - Both settle early, so after `measuring` times max(n, 20) arrivals nothing more is held out:
       clients train on all of their samples. Losses that are still on their way count; then `beta`
       and the gap stay.
@@ -87,7 +88,7 @@ class Descant(Strategy):
     prior: Annotated[float, Field(ge=0)] = 0.1
     hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0625
     measuring: Annotated[float, Field(ge=1)] = 4.0
-    decay: Annotated[float, Field(ge=0)] = 0.03
+    decay: Annotated[float, Field(ge=0)] = 0.02
     cut: Annotated[float, Field(ge=0)] = 2.0
     project: bool = True
 
@@ -113,7 +114,7 @@ class Descant(Strategy):
         if self.decay and hold_out:
             steps.append(Gap(hold_out))
         held, others = self.gap.mean.tolist()
-        gap = min(1.0, max(0.0, 1 - others / held)) if held > 0 else 0.0
+        gap = min(WIDE, max(0.0, 1 - others / held)) if held > 0 else 0.0
         optimizer = self.plain.optimizer
         decay = max(optimizer.weight_decay, self.decay * gap)
         optimizer = replace(optimizer, weight_decay=decay)
