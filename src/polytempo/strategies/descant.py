@@ -98,9 +98,7 @@ class Descant(Strategy):
         self.mean = context.initial
         self.t = 0
         self.lengths: list[float] = []  # of the last ways, as they came
-        self.heard = Heard(
-            len(SHARES)
-        )  # what SHARES of the lines add to losses of held-out samples
+        self.heard = Heard(len(SHARES))  # what they add to the losses of held-out samples
         self.gap = Heard(2)  # losses of held-out samples, and of as many others
         self.share = 0.5 if self.beta is None else self.beta  # of their lines, what clients use
         self.window = max(context.clients, FEWEST)  # losses are averaged over so many arrivals
